@@ -1,0 +1,1 @@
+"""Restore an agent's KV cache while its tool call runs."""

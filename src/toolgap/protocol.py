@@ -1,0 +1,440 @@
+"""The wire format of ``POST /hicache/prefetch``: one definition for server, client, gateway and docs.
+
+A request body is one JSON object whose ``action`` is ``submit``, ``status`` or ``cancel``. A reply is
+an :class:`OperationStatus`, an :class:`Overview` (status without an id) or ``{"error": Error}``.
+"""
+
+import math
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+PATH = "/hicache/prefetch"
+VERSION = 1
+"""Version of the wire format and of the messages between the server's processes."""
+
+MAX_TTL_S = 86_400.0
+MAX_WAIT_S = 300.0
+
+
+class State(StrEnum):
+    """Where an operation stands; the last six are terminal."""
+
+    QUERYING = "querying"
+    RESTORING = "restoring"
+    RESTORED = "restored"
+    PARTIAL = "partial"
+    MISS = "miss"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether an operation in this state has ended."""
+        return self not in (State.QUERYING, State.RESTORING)
+
+
+STATES: dict[State, str] = {
+    State.QUERYING: "Accepted; storage is being asked which pages it holds.",
+    State.RESTORING: "Pages are being read from storage into host memory.",
+    State.RESTORED: "The whole aligned prefix was resident (device or host) when the operation ended.",
+    State.PARTIAL: "A part of the aligned prefix, from its start, was resident when it ended.",
+    State.MISS: "Nothing of the prefix was resident or restorable when it ended.",
+    State.CANCELLED: "Stopped by a client or by the server; what had landed stays ordinary L2.",
+    State.EXPIRED: "Its TTL passed before it ended; what had landed stays ordinary L2.",
+    State.FAILED: "A fault ended it and nothing of the prefix is resident.",
+}
+
+
+class Reason(StrEnum):
+    """Why an operation ended as it did."""
+
+    COMPLETE = "complete"
+    ALREADY_RESIDENT = "already_resident"
+    NOT_IN_STORAGE = "not_in_storage"
+    STORAGE_SHORTFALL = "storage_shortfall"
+    BELOW_THRESHOLD = "below_threshold"
+    HOST_CAPACITY = "host_capacity"
+    STORAGE_QUERY_FAILED = "storage_query_failed"
+    STORAGE_READ_FAILED = "storage_read_failed"
+    STORAGE_STALLED = "storage_stalled"
+    NOT_INSERTED = "not_inserted"
+    REQUESTED = "requested"
+    TTL = "ttl"
+    STORAGE_REPLACED = "storage_replaced"
+    FLUSHED = "flushed"
+    WEIGHTS_UPDATED = "weights_updated"
+    MEMORY_RELEASED = "memory_released"
+    INTERNAL_ERROR = "internal_error"
+
+
+REASONS: dict[Reason, str] = {
+    Reason.COMPLETE: "Every aligned page is resident.",
+    Reason.ALREADY_RESIDENT: "Every aligned page was resident at submission; nothing was read.",
+    Reason.NOT_IN_STORAGE: "Storage holds no page that follows the resident part.",
+    Reason.STORAGE_SHORTFALL: "Storage holds only a first part of what was missing; that part landed.",
+    Reason.BELOW_THRESHOLD: "What is missing or found is shorter than SGLang's prefetch_threshold.",
+    Reason.HOST_CAPACITY: "Host memory had no room for all or part of what storage holds.",
+    Reason.STORAGE_QUERY_FAILED: "The storage backend raised while it was asked.",
+    Reason.STORAGE_READ_FAILED: "A page could not be read; the contiguous part before it landed.",
+    Reason.STORAGE_STALLED: "Storage made no progress for TOOLGAP_STALL_TIMEOUT_S.",
+    Reason.NOT_INSERTED: "Pages were read, but had left host memory again, or their parent had.",
+    Reason.REQUESTED: "A client cancelled it.",
+    Reason.TTL: "Its time to live passed.",
+    Reason.STORAGE_REPLACED: "The storage backend was attached, detached or cleared.",
+    Reason.FLUSHED: "The cache was flushed.",
+    Reason.WEIGHTS_UPDATED: "The model's weights were updated.",
+    Reason.MEMORY_RELEASED: "The engine released its memory.",
+    Reason.INTERNAL_ERROR: "A fault in Toolgap; the server's log has the traceback.",
+}
+
+
+class Code(StrEnum):
+    """What is wrong with a call that was refused."""
+
+    MALFORMED_JSON = "malformed_json"
+    INVALID_FIELD = "invalid_field"
+    BODY_TOO_LARGE = "body_too_large"
+    UNKNOWN_OPERATION = "unknown_operation"
+    OPERATION_CONFLICT = "operation_conflict"
+    NAMESPACE_MISMATCH = "namespace_mismatch"
+    STORAGE_REPLACED = "storage_replaced"
+    STORAGE_STALE = "storage_stale"
+    ANCHOR_NOT_BACKED_UP = "anchor_not_backed_up"
+    TOO_MANY_OPERATIONS = "too_many_operations"
+    PREFIX_TOO_LARGE = "prefix_too_large"
+    HOST_BUDGET = "host_budget"
+    RATE_LIMITED = "rate_limited"
+    NOT_SUPPORTED = "not_supported"
+    PAUSED = "paused"
+    FLUSH_PENDING = "flush_pending"
+    STORAGE_STALLED = "storage_stalled"
+    ENGINE_BUSY = "engine_busy"
+    INTERNAL_ERROR = "internal_error"
+
+
+CODES: dict[Code, tuple[HTTPStatus, str]] = {
+    Code.MALFORMED_JSON: (HTTPStatus.BAD_REQUEST, "The body is not a JSON object."),
+    Code.INVALID_FIELD: (
+        HTTPStatus.BAD_REQUEST,
+        "A field is missing, unknown or out of range; it is named.",
+    ),
+    Code.BODY_TOO_LARGE: (
+        HTTPStatus.BAD_REQUEST,
+        "The body is larger than TOOLGAP_MAX_BODY_BYTES.",
+    ),
+    Code.UNKNOWN_OPERATION: (HTTPStatus.NOT_FOUND, "No active or recent operation has this id."),
+    Code.OPERATION_CONFLICT: (
+        HTTPStatus.CONFLICT,
+        "The id belongs to an operation of another prefix.",
+    ),
+    Code.NAMESPACE_MISMATCH: (
+        HTTPStatus.CONFLICT,
+        "The server's namespace is not the one in the request.",
+    ),
+    Code.STORAGE_REPLACED: (HTTPStatus.CONFLICT, "Storage is being replaced, or none is attached."),
+    Code.STORAGE_STALE: (
+        HTTPStatus.CONFLICT,
+        "Weights were updated, and the cache or storage may still hold KV of the old ones: flush the "
+        "cache, then clear the storage backend.",
+    ),
+    Code.ANCHOR_NOT_BACKED_UP: (
+        HTTPStatus.CONFLICT,
+        "The resident part is on the device only, so nothing can be attached behind it yet.",
+    ),
+    Code.TOO_MANY_OPERATIONS: (HTTPStatus.TOO_MANY_REQUESTS, "TOOLGAP_MAX_OPERATIONS are active."),
+    Code.PREFIX_TOO_LARGE: (
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "The prefix alone exceeds operations' share of host memory (TOOLGAP_HOST_SHARE); waiting will not help.",
+    ),
+    Code.HOST_BUDGET: (
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "Active operations hold their share of host memory (TOOLGAP_HOST_SHARE).",
+    ),
+    Code.RATE_LIMITED: (
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "SGLang's own prefetch limit is reached by ordinary requests.",
+    ),
+    Code.NOT_SUPPORTED: (
+        HTTPStatus.NOT_IMPLEMENTED,
+        "This server's set-up, or this release, cannot do it; it is named.",
+    ),
+    Code.PAUSED: (HTTPStatus.SERVICE_UNAVAILABLE, "The engine is paused."),
+    Code.FLUSH_PENDING: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "A flush waits for the engine to be idle.",
+    ),
+    Code.STORAGE_STALLED: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "A storage call has not returned; see status.",
+    ),
+    Code.ENGINE_BUSY: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The scheduler did not answer in TOOLGAP_REPLY_TIMEOUT_S.",
+    ),
+    Code.INTERNAL_ERROR: (
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "A fault in Toolgap; the server's log has the traceback.",
+    ),
+}
+
+OperationId = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=128,
+        pattern=r"^[A-Za-z0-9._:-]+$",
+        description="Letters, digits, `.`, `_`, `:`, `-`; at most 128 of them.",
+    ),
+]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class Submit(msgspec.Struct, tag_field="action", tag="submit", kw_only=True, forbid_unknown_fields=True):
+    """Restore a prefix. Answers at once with an :class:`OperationStatus`.
+
+    Exactly one of ``input_ids`` and ``text`` is given. The fields of later releases are named so that
+    a server that lacks them says so (501) instead of restoring something else.
+    """
+
+    operation_id: Annotated[
+        OperationId | None,
+        Meta(description="Chosen by the caller to make a submit idempotent; made by the server if left out."),
+    ] = None
+    input_ids: Annotated[list[TokenId] | None, Meta(description="The exact prefix, from position 0.")] = None
+    text: Annotated[
+        str | None,
+        Meta(description="The prefix as text, tokenized exactly as `/generate` would."),
+    ] = None
+    extra_key: Annotated[str | None, Meta(description="As in `/generate`.")] = None
+    cache_salt: Annotated[str | None, Meta(description="As in `/generate`.")] = None
+    ttl_s: Annotated[
+        float | None, Meta(description="Seconds after which pending work stops; at most 86,400.")
+    ] = None
+    namespace: Annotated[
+        str | None,
+        Meta(description="Fingerprint from an earlier reply; 409 if the server's differs."),
+    ] = None
+    messages: Any | UnsetType = UNSET
+    tools: Any | UnsetType = UNSET
+    request_id: Any | UnsetType = UNSET
+    lora: Any | UnsetType = UNSET
+    lora_path: Any | UnsetType = UNSET
+    image_data: Any | UnsetType = UNSET
+    video_data: Any | UnsetType = UNSET
+    audio_data: Any | UnsetType = UNSET
+    routed_dp_rank: Any | UnsetType = UNSET
+    target: Any | UnsetType = UNSET
+    lease_s: Any | UnsetType = UNSET
+
+
+UNSUPPORTED_FIELDS: dict[str, str] = {
+    "messages": "naming a prefix by messages",
+    "tools": "naming a prefix by messages and tools",
+    "request_id": "naming a prefix by an earlier request",
+    "lora": "LoRA",
+    "lora_path": "LoRA",
+    "image_data": "multimodal input",
+    "video_data": "multimodal input",
+    "audio_data": "multimodal input",
+    "routed_dp_rank": "data parallelism",
+    "target": "promotion to the device",
+    "lease_s": "leases",
+}
+
+
+class Status(msgspec.Struct, tag_field="action", tag="status", kw_only=True, forbid_unknown_fields=True):
+    """Ask for one operation (404 if unknown), or for all active and recent ones."""
+
+    operation_id: OperationId | None = None
+    wait_s: Annotated[
+        float | None,
+        Meta(
+            description="With an id: answer when the operation ends, or after this many seconds (0 to 300)."
+        ),
+    ] = None
+
+
+class Cancel(msgspec.Struct, tag_field="action", tag="cancel", kw_only=True, forbid_unknown_fields=True):
+    """Stop an operation's pending work at the engine's next safe point. Idempotent."""
+
+    operation_id: OperationId
+
+
+Command = Submit | Status | Cancel
+
+
+class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """One operation, active or ended. Counts are of tokens; times are in seconds."""
+
+    operation_id: str
+    state: State
+    reason: Annotated[Reason | None, Meta(description="Set once the operation has ended.")] = None
+    requested_tokens: Annotated[int, Meta(description="Length of the prefix that was submitted.")]
+    aligned_tokens: Annotated[int, Meta(description="Its whole pages: all that a cache can hold.")]
+    resident_tokens: Annotated[
+        int, Meta(description="Already on the device or in host memory at submission.")
+    ]
+    found_tokens: Annotated[
+        int | None, Meta(description="Found in storage behind the resident part; null until known.")
+    ] = None
+    read_tokens: Annotated[int, Meta(description="Read from storage by this operation.")] = 0
+    inserted_tokens: Annotated[int, Meta(description="Of those, new in host memory.")] = 0
+    dropped_tokens: Annotated[
+        int, Meta(description="Of those, given back: resident by then, or without a parent.")
+    ] = 0
+    joined_requests: Annotated[int, Meta(description="Requests that waited for this read.")] = 0
+    following: Annotated[
+        bool, Meta(description="It waits for a read of the same pages that another one started.")
+    ] = False
+    stopping: Annotated[bool, Meta(description="A cancel or expiry is taking effect.")] = False
+    ttl_s: float
+    elapsed_s: Annotated[float, Meta(description="From acceptance to now, or to its end.")]
+    namespace: Annotated[str, Meta(description="Fingerprint of what its KV is valid for.")]
+
+
+class EngineStatus(msgspec.Struct, kw_only=True):
+    """The engine, as far as restores depend on it. Counts are of tokens unless named otherwise."""
+
+    namespace: str
+    storage_backend: str | None
+    prefetch_policy: str
+    prefetch_threshold_tokens: Annotated[int, Meta(description="Shorter spans are never read.")]
+    page_tokens: Annotated[int, Meta(description="Tokens a page.")]
+    host_total_tokens: int
+    host_free_tokens: int
+    prefetch_capacity_tokens: Annotated[int, Meta(description="SGLang's limit for all reads in flight.")]
+    prefetch_occupied_tokens: Annotated[int, Meta(description="Spans of all reads in flight.")]
+    prefetch_retries_pending: Annotated[int, Meta(description="Requests that will ask storage again.")]
+    reads_in_flight: Annotated[int, Meta(description="Reads of operations and of ordinary requests.")]
+    max_operations: int
+    max_operation_tokens: Annotated[int, Meta(description="Operations' share of host memory.")]
+    waiting_joins: Annotated[int, Meta(description="Requests that wait for an operation now.")]
+    stalled_reads: Annotated[int, Meta(description="Storage calls that were given up and have not returned.")]
+    paused: bool
+
+
+class Overview(msgspec.Struct, kw_only=True):
+    """Reply to a status without an id."""
+
+    active: list[OperationStatus]
+    recent: Annotated[list[OperationStatus], Meta(description="Outcomes, newest first.")]
+    engine: EngineStatus
+
+
+class Error(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Why a call was refused, and what to do."""
+
+    code: Code
+    message: str
+    field: Annotated[str | None, Meta(description="The field of the request that is wrong.")] = None
+    retry_after_s: Annotated[
+        float | None, Meta(description="Worth trying again after this; absent if not.")
+    ] = None
+
+
+class ErrorReply(msgspec.Struct, kw_only=True):
+    """Body of every reply that is not 200."""
+
+    error: Error
+
+
+class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
+    """A call is refused; carries the :class:`Error` that the caller gets."""
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.error = Error(code=code, message=message, field=field, retry_after_s=retry_after_s)
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of the reply."""
+        return CODES[self.error.code][0].value
+
+
+_decoder = msgspec.json.Decoder(Command)
+
+
+def decode_command(body: bytes) -> Command:
+    """Read and check a request body.
+
+    Raises:
+        Refused: ``malformed_json``, ``invalid_field`` or ``not_supported``.
+    """
+    try:
+        command = _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except msgspec.DecodeError as error:
+        command = _decode_with_non_finite_numbers(body, str(error))
+    match command:
+        case Submit():
+            _check_submit(command)
+        case Status(wait_s=float(wait_s)) if not 0 <= wait_s <= MAX_WAIT_S:
+            raise Refused(
+                Code.INVALID_FIELD,
+                f"wait_s must be 0 to {MAX_WAIT_S:g} seconds, not {wait_s}",
+                field="wait_s",
+            )
+        case Status(wait_s=float(), operation_id=None):
+            raise Refused(Code.INVALID_FIELD, "wait_s needs an operation_id", field="wait_s")
+        case _:
+            pass
+    return command
+
+
+def _decode_with_non_finite_numbers(body: bytes, complaint: str) -> Command:
+    # Python's json writes NaN and Infinity, which are no JSON: read them, so that the reply can name the field.
+    import json
+
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused(Code.MALFORMED_JSON, f"the body is not JSON: {complaint}") from None
+    try:
+        return msgspec.convert(value, Command)  # type: ignore[call-overload, no-any-return]
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _invalid(complaint: str) -> Refused:
+    """Turn msgspec's "... - at `$.field[0]`" into a refusal that names the field."""
+    message, _, place = complaint.partition(" - at `")
+    field = place.rstrip("`").removeprefix("$").removeprefix(".") or None
+    if field is None and "`" in message:
+        field = message.split("`")[-2]
+    if "Invalid value" in message and field == "action":
+        message = "action must be submit, status or cancel"
+    return Refused(Code.INVALID_FIELD, f"{field}: {message}" if place else message, field=field)
+
+
+def _check_submit(submit: Submit) -> None:
+    for field, what in UNSUPPORTED_FIELDS.items():
+        if getattr(submit, field) not in (UNSET, None):
+            raise Refused(
+                Code.NOT_SUPPORTED, f"{field}: {what} is not supported by this release", field=field
+            )
+    if (submit.input_ids is None) == (submit.text is None):
+        raise Refused(Code.INVALID_FIELD, "give exactly one of input_ids and text", field="input_ids")
+    if submit.input_ids is not None and not submit.input_ids:
+        raise Refused(Code.INVALID_FIELD, "input_ids is empty", field="input_ids")
+    if submit.text == "":
+        raise Refused(Code.INVALID_FIELD, "text is empty", field="text")
+    ttl_s = submit.ttl_s
+    if ttl_s is not None and not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
+        raise Refused(
+            Code.INVALID_FIELD,
+            f"ttl_s must be more than 0 and at most {MAX_TTL_S:g} seconds, not {ttl_s}",
+            field="ttl_s",
+        )

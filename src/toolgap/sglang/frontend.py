@@ -1,0 +1,313 @@
+"""In SGLang's HTTP process: the route, what it needs to resolve a prefix, and replies from the scheduler."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from toolgap import protocol
+from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, decode_command
+from toolgap.settings import Settings
+from toolgap.sglang.messages import (
+    CancelOperation,
+    Describe,
+    HicachePrefetchReqInput,
+    HicachePrefetchReqOutput,
+    Order,
+    Quiesce,
+    Restore,
+    encode_order,
+)
+from toolgap.sglang.restorer import new_operation_id
+
+logger = logging.getLogger(__name__)
+
+_frontend: "Frontend | None" = None
+_settings = Settings()
+_unready: Callable[[], list[str]] = list
+
+
+def configure(settings: Settings, unready: Callable[[], list[str]]) -> None:
+    """Set what hooks of this process use.
+
+    Args:
+        settings: The plugin's settings.
+        unready: Names the hooks that are not in, once SGLang has applied them all.
+    """
+    global _settings, _unready
+    _settings, _unready = settings, unready
+
+
+# ---- hooks ----
+
+
+def init_communicators(_result: Any, tokenizer_manager: Any) -> None:
+    """After `TokenizerControlMixin.init_communicators`: take replies, and add the route to SGLang's app."""
+    from sglang.utils import TypeBasedDispatcher
+
+    global _frontend
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is None:  # the offline engine has no HTTP app
+        return
+    _frontend = Frontend(tokenizer_manager, server, _settings)
+    tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+        [(HicachePrefetchReqOutput, _frontend.replies.receive)]
+    )
+    _frontend.add_route()
+
+
+async def change_storage(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Around attaching, detaching and clearing storage: submits that arrive meanwhile are refused."""
+    if _frontend is None:
+        return await original(*args, **kwargs)
+    with _frontend.replacing_storage():
+        return await original(*args, **kwargs)
+
+
+async def release_memory(original: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+    """Around `release_memory_occupation`, which ends the scheduler unless it is idle.
+
+    Raises:
+        RuntimeError: a storage call of a restore hangs; SGLang answers 400 with this text.
+    """
+    if _frontend is not None and _frontend.obstacle() is None:
+        reply = await _frontend.replies.ask(Quiesce())
+        if reply.status != 200:
+            raise RuntimeError(msgspec.json.decode(reply.body, type=ErrorReply).error.message)
+    return await original(*args, **kwargs)
+
+
+# ---- replies ----
+
+
+class Replies:
+    """Matches the scheduler's replies to calls, and its news to those who wait for an operation."""
+
+    def __init__(self, tokenizer_manager: Any, timeout_s: float) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._timeout_s = timeout_s
+        self._calls: dict[str, asyncio.Future[HicachePrefetchReqOutput]] = {}
+        self._waiters: dict[str, set[asyncio.Future[HicachePrefetchReqOutput]]] = {}
+
+    def receive(self, output: HicachePrefetchReqOutput) -> None:
+        """A message from the scheduler."""
+        if output.rid is not None:
+            futures = {self._calls[output.rid]} if output.rid in self._calls else set()
+        else:
+            futures = self._waiters.get(output.operation_id or "", set())
+        for future in futures:
+            if not future.done():
+                future.set_result(output)
+
+    async def ask(self, order: Order, token_ids: bytes = b"") -> HicachePrefetchReqOutput:
+        """Send an order to the scheduler and wait for its reply.
+
+        Raises:
+            Refused: ``engine_busy`` if none came in time.
+        """
+        rid = f"toolgap-{new_operation_id()}"
+        future: asyncio.Future[HicachePrefetchReqOutput] = asyncio.get_running_loop().create_future()
+        self._calls[rid] = future
+        try:
+            self._tokenizer_manager.auto_create_handle_loop()
+            self._tokenizer_manager._dispatch_to_scheduler(
+                HicachePrefetchReqInput(rid=rid, order=encode_order(order), token_ids=token_ids)
+            )
+            return await asyncio.wait_for(future, self._timeout_s)
+        except TimeoutError:
+            raise Refused(
+                Code.ENGINE_BUSY,
+                f"the scheduler did not answer in {self._timeout_s:g} s",
+                retry_after_s=1.0,
+            ) from None
+        finally:
+            del self._calls[rid]
+
+    @contextlib.contextmanager
+    def waiting(self, operation_id: str) -> Any:
+        """A future that is set when the operation ends; open it before asking for the status."""
+        future: asyncio.Future[HicachePrefetchReqOutput] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(operation_id, set()).add(future)
+        try:
+            yield future
+        finally:
+            waiters = self._waiters[operation_id]
+            waiters.discard(future)
+            if not waiters:
+                del self._waiters[operation_id]
+            future.cancel()
+
+    @property
+    def pending(self) -> int:
+        """Calls and long polls that wait now."""
+        return len(self._calls) + sum(map(len, self._waiters.values()))
+
+
+# ---- the route ----
+
+
+class Frontend:
+    """The endpoint of one HTTP process."""
+
+    def __init__(self, tokenizer_manager: Any, server: Any, settings: Settings) -> None:
+        self.tokenizer_manager = tokenizer_manager
+        self.server = server
+        self.settings = settings
+        self.replies = Replies(tokenizer_manager, settings.reply_timeout_s)
+        self._storage_changes = 0
+
+    def add_route(self) -> None:
+        """Add the route, under the authorisation of SGLang's own ``/hicache/*`` routes."""
+        from sglang.srt.utils.auth import AuthLevel, auth_level
+
+        @auth_level(AuthLevel.ADMIN_OPTIONAL)
+        async def hicache_prefetch(request: Request) -> Response:
+            """Restore a prefix from storage into host memory: submit, status, cancel."""
+            return await self.answer(request)
+
+        self.server.app.add_api_route(protocol.PATH, hicache_prefetch, methods=["POST"])
+
+    @contextlib.contextmanager
+    def replacing_storage(self) -> Any:
+        """While open, submits are refused."""
+        self._storage_changes += 1
+        try:
+            yield
+        finally:
+            self._storage_changes -= 1
+
+    def obstacle(self) -> str | None:
+        """Why this server has no restores at all; None if the scheduler announced its hooks."""
+        if missing := _unready():
+            return f"SGLang could not apply toolgap's hooks: {', '.join(missing)}"
+        info = self.server.get_global_state().scheduler_info.get("toolgap")
+        if info is None:
+            return (
+                "the scheduler did not announce toolgap: its log says why "
+                "(another SGLang release, a bad TOOLGAP_ setting, or SGLANG_PLUGINS)"
+            )
+        if info["missing"]:
+            return f"the scheduler could not apply toolgap's hooks: {', '.join(info['missing'])}"
+        if info["protocol"] != protocol.VERSION:
+            return "the scheduler runs another release of toolgap than the HTTP process"
+        return None
+
+    async def answer(self, request: Request) -> Response:
+        """One call of the endpoint."""
+        try:
+            reply = await self._dispatch(request)
+        except Refused as refusal:
+            body = msgspec.json.encode(ErrorReply(error=refusal.error))
+            reply = HicachePrefetchReqOutput(
+                status=refusal.status, body=body, retry_after_s=refusal.error.retry_after_s
+            )
+        headers = (
+            {} if reply.retry_after_s is None else {"Retry-After": str(max(1, round(reply.retry_after_s)))}
+        )
+        return Response(reply.body, reply.status, headers, media_type="application/json")
+
+    async def _dispatch(self, request: Request) -> HicachePrefetchReqOutput:
+        body = await self._read_body(request)
+        command = decode_command(body)
+        if obstacle := self.obstacle():
+            raise Refused(Code.NOT_SUPPORTED, obstacle)
+        match command:
+            case Submit():
+                return await self._submit(command)
+            case Status(operation_id=str(operation_id), wait_s=float(wait_s)) if wait_s > 0:
+                return await self._wait(request, operation_id, wait_s)
+            case Status(operation_id=operation_id):
+                return await self.replies.ask(Describe(operation_id=operation_id))
+            case Cancel(operation_id=operation_id):
+                return await self.replies.ask(CancelOperation(operation_id=operation_id))
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self.settings.max_body_bytes
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise Refused(
+                    Code.BODY_TOO_LARGE,
+                    f"the body is larger than {limit} bytes (TOOLGAP_MAX_BODY_BYTES)",
+                )
+        return bytes(body)
+
+    async def _submit(self, submit: Submit) -> HicachePrefetchReqOutput:
+        if self._storage_changes:
+            raise Refused(Code.STORAGE_REPLACED, "the storage backend is being replaced", retry_after_s=1.0)
+        token_ids = await self._resolve(submit)
+        order = Restore(
+            operation_id=submit.operation_id or new_operation_id(),
+            extra_key=submit.extra_key,
+            cache_salt=submit.cache_salt,
+            ttl_s=self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s,
+            namespace=submit.namespace,
+        )
+        return await self.replies.ask(order, token_ids.tobytes())
+
+    async def _resolve(self, submit: Submit) -> "array[int]":
+        """The prefix's token ids, checked as ``/generate`` would."""
+        manager = self.tokenizer_manager
+        if submit.input_ids is not None:
+            field, ids = "input_ids", submit.input_ids
+            vocabulary = manager.model_config.vocab_size
+            if max(ids) >= vocabulary:
+                position = next(i for i, token in enumerate(ids) if token >= vocabulary)
+                raise Refused(
+                    Code.INVALID_FIELD,
+                    f"input_ids[{position}] is {ids[position]}, and the vocabulary has {vocabulary} tokens",
+                    field=field,
+                )
+        else:
+            field = "text"
+            if manager.tokenizer is None:
+                raise Refused(
+                    Code.NOT_SUPPORTED,
+                    "text: the server runs without a tokenizer: send input_ids",
+                    field=field,
+                )
+            ids, _ = await manager._tokenize_texts(submit.text)
+        if len(ids) > manager.context_len:
+            raise Refused(
+                Code.INVALID_FIELD,
+                f"{field} has {len(ids)} tokens, and the model's context length is {manager.context_len}",
+                field=field,
+            )
+        return array("q", ids)
+
+    async def _wait(self, request: Request, operation_id: str, wait_s: float) -> HicachePrefetchReqOutput:
+        """Long poll: answer when the operation ends, when the time is up, or not at all if the client left."""
+        with self.replies.waiting(operation_id) as ended:
+            reply = await self.replies.ask(Describe(operation_id=operation_id))
+            if reply.status != 200 or reply.ended:
+                return reply
+            async with _disconnection(request) as gone:
+                await asyncio.wait({ended, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                news: HicachePrefetchReqOutput = ended.result()
+                return news
+            return await self.replies.ask(Describe(operation_id=operation_id))
+
+
+@contextlib.asynccontextmanager
+async def _disconnection(request: Request) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that is done once the client has left."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.create_task(watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})

@@ -1,0 +1,231 @@
+"""What Toolgap does at each place in SGLang that it hooks, in the scheduler's process.
+
+Every hook passes through to SGLang while no operation is active, and none lets an exception of
+Toolgap's reach SGLang's loop.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.utils import TypeBasedDispatcher
+
+from toolgap import protocol
+from toolgap.protocol import Reason
+from toolgap.settings import Settings
+from toolgap.sglang.internals import Engine, Prefix
+from toolgap.sglang.messages import HicachePrefetchReqInput
+from toolgap.sglang.restorer import Restorer
+
+logger = logging.getLogger(__name__)
+
+_restorer: Restorer | None = None
+_settings = Settings()
+_unready: Callable[[], list[str]] = list
+
+
+def configure(settings: Settings, unready: Callable[[], list[str]]) -> None:
+    """Set what hooks of this process use.
+
+    Args:
+        settings: The plugin's settings.
+        unready: Names the hooks that are not in, once SGLang has applied them all.
+    """
+    global _settings, _unready
+    _settings, _unready = settings, unready
+
+
+def _fault(restorer: Restorer, where: str) -> None:
+    logger.exception("toolgap: a fault in %s; every operation ends", where)
+    restorer.drop_all()
+
+
+# ---- life of the scheduler ----
+
+
+def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
+    """After `Scheduler.init_request_dispatcher`: take orders from the HTTP process."""
+    global _restorer
+    if _unready():
+        return
+    _restorer = Restorer(Engine(scheduler), _settings)
+    scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, _restorer.handle)])
+
+
+def get_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
+    """After `Scheduler.get_init_info`: the handshake that opens the route."""
+    missing = _unready()
+    if _restorer is None and not missing:
+        missing = ["the scheduler's request dispatcher"]
+    return info | {"toolgap": {"protocol": protocol.VERSION, "missing": missing}}
+
+
+def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | None:
+    """After `Scheduler._poll_timeout_aborts`: let one rank's clock decide for all ranks."""
+    restorer = _restorer
+    if restorer is None or not restorer.work:
+        return None
+    try:
+        decision = restorer.decide()
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "decide")
+        return None
+    return None if decision is None else [*messages, decision]
+
+
+# ---- the cache ----
+
+
+def check_hicache_events(_result: Any, cache: Any) -> None:
+    """After `UnifiedRadixCache.check_hicache_events`: follow reads, end operations, let requests go on."""
+    restorer = _restorer
+    if restorer is None or not restorer.work or restorer.engine.cache is not cache:
+        return
+    try:
+        restorer.poll()
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "poll")
+
+
+def prefetch_from_storage(
+    original: Callable[..., Any],
+    cache: Any,
+    request: Any,
+    last_host_node_id: Any,
+    new_input_tokens: Any,
+    last_hash: str | None = None,
+    prefix_keys: list[str] | None = None,
+    matched_prefix_tokens: Any = None,
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+    storage_hit_end: int | None = None,
+) -> Any:
+    """Around `UnifiedRadixCache.prefetch_from_storage`: join a request to an operation that reads its pages."""
+    restorer = _restorer
+    if (
+        restorer is not None
+        and restorer.work
+        and restorer.engine.cache is cache
+        and not request.rid.startswith("toolgap-")
+    ):
+        try:
+            matched = matched_prefix_tokens if matched_prefix_tokens is not None else new_input_tokens[:0]
+            prefix = Prefix(matched + new_input_tokens, extra_key, cache_salt)
+            if restorer.intercept(request, prefix, len(matched)):
+                return None
+        except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+            _fault(restorer, "join")
+    return original(
+        cache,
+        request,
+        last_host_node_id,
+        new_input_tokens,
+        last_hash,
+        prefix_keys,
+        matched_prefix_tokens=matched_prefix_tokens,
+        extra_key=extra_key,
+        cache_salt=cache_salt,
+        storage_hit_end=storage_hit_end,
+    )
+
+
+def check_prefetch_progress(original: Callable[..., bool], cache: Any, request: Any) -> bool:
+    """Around `UnifiedRadixCache.check_prefetch_progress`: a joined request is not ready yet."""
+    restorer = _restorer
+    if restorer is not None and restorer.joins and restorer.holds(request):
+        return False
+    return original(cache, request)
+
+
+def release_aborted_request(_result: Any, _cache: Any, request: Any) -> None:
+    """After `UnifiedRadixCache.release_aborted_request`: it waits for nothing any more."""
+    restorer = _restorer
+    if restorer is None or not restorer.work:
+        return
+    try:
+        restorer.forget(request)
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "abort")
+
+
+def reset_full(_result: Any, cache: Any) -> None:
+    """After `UnifiedRadixCache._reset_full`: nothing is left of any read. Also runs before there is a restorer."""
+    restorer = _restorer
+    if restorer is not None and restorer.engine.cache is cache:
+        try:
+            restorer.was_reset()
+        except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+            _fault(restorer, "reset")
+
+
+def prefetch_rate_limited(original: Callable[..., bool], controller: Any) -> bool:
+    """Around `HiCacheController.prefetch_rate_limited`: operations do not use up ordinary requests' limit."""
+    restorer = _restorer
+    if restorer is None or not restorer.engine.own_tokens:
+        return original(controller)
+    return restorer.engine.rate_limited(controller, original)
+
+
+def call_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around the two methods that call storage, in their threads: mark whether a call has returned."""
+    operation.toolgap_idle = False
+    try:
+        return original(controller, operation)
+    finally:
+        operation.toolgap_idle = True
+
+
+# ---- changes of the engine ----
+
+
+def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
+    """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
+    restorer = _restorer
+    if restorer is not None and restorer.engine.free_of_requests:
+        _quiesce(Reason.FLUSHED)
+        if not restorer.may_reset:
+            logger.warning("toolgap: flush refused: a storage call that was given up has not returned")
+            return False
+    return original(scheduler, empty_cache)
+
+
+def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    """Around the weight updates: end operations, and never call KV of the old weights restored."""
+    _quiesce(Reason.WEIGHTS_UPDATED)
+    if _restorer is not None:
+        _restorer.weights_changed()
+    return original(updater, recv_req)
+
+
+def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    """Around `release_memory_occupation`, which ends the scheduler unless it is idle."""
+    _quiesce(Reason.MEMORY_RELEASED)
+    return original(updater, recv_req)
+
+
+def change_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around attaching and detaching storage: end operations of the old backend."""
+    _quiesce(Reason.STORAGE_REPLACED)
+    output = original(scheduler, recv_req)
+    if _restorer is not None and output.success:
+        _restorer.storage_changed(cleared=False)
+    return output
+
+
+def clear_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around clearing storage: end operations that read what is about to go."""
+    _quiesce(Reason.STORAGE_REPLACED)
+    output = original(scheduler, recv_req)
+    if _restorer is not None and output.success:
+        _restorer.storage_changed(cleared=True)
+    return output
+
+
+def _quiesce(reason: Reason) -> None:
+    restorer = _restorer
+    if restorer is None or not restorer.work:
+        return
+    try:
+        restorer.quiesce(reason)
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "quiesce")

@@ -1,0 +1,579 @@
+"""The only file that names SGLang's volatile internals, with the signatures it expects.
+
+:func:`check` compares them with the installed release before anything is hooked. :class:`Engine` is
+what the rest of ``toolgap.sglang`` sees of a scheduler and its cache. Everything here runs in the
+scheduler's thread unless it says otherwise.
+"""
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from toolgap.protocol import Reason, State
+
+SUPPORTED = ("0.5.23",)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_BASE_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_RETRIES = "sglang.srt.mem_cache.storage_prefetch.StoragePrefetchRetries"
+
+INIT_COMMUNICATORS = f"{_TOKENIZER}.init_communicators"
+TOKENIZER_ATTACH = f"{_TOKENIZER}.attach_hicache_storage"
+TOKENIZER_DETACH = f"{_TOKENIZER}.detach_hicache_storage"
+TOKENIZER_CLEAR = f"{_TOKENIZER}.clear_hicache_storage"
+TOKENIZER_RELEASE_MEMORY = f"{_TOKENIZER}.release_memory_occupation"
+INIT_DISPATCHER = f"{_SCHEDULER}.init_request_dispatcher"
+GET_INIT_INFO = f"{_SCHEDULER}.get_init_info"
+POLL_TIMEOUTS = f"{_SCHEDULER}._poll_timeout_aborts"
+FLUSH_CACHE = f"{_SCHEDULER}.flush_cache"
+SCHEDULER_ATTACH = f"{_SCHEDULER}.attach_hicache_storage_wrapped"
+SCHEDULER_DETACH = f"{_SCHEDULER}.detach_hicache_storage_wrapped"
+SCHEDULER_CLEAR = f"{_SCHEDULER}.clear_hicache_storage_wrapped"
+UPDATE_WEIGHTS = tuple(
+    f"{_WEIGHTS}.{name}"
+    for name in (
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "end_weight_update",
+    )
+)
+BEGIN_WEIGHT_UPDATE = f"{_WEIGHTS}.begin_weight_update"
+RELEASE_MEMORY = f"{_WEIGHTS}.release_memory_occupation"
+CHECK_EVENTS = f"{_CACHE}.check_hicache_events"
+PREFETCH = f"{_CACHE}.prefetch_from_storage"
+CHECK_PROGRESS = f"{_CACHE}.check_prefetch_progress"
+RELEASE_ABORTED = f"{_CACHE}.release_aborted_request"
+RESET = f"{_CACHE}._reset_full"
+RATE_LIMITED = f"{_BASE_CONTROLLER}.prefetch_rate_limited"
+QUERY_STORAGE = f"{_CONTROLLER}._storage_hit_query"
+READ_STORAGE = f"{_CONTROLLER}._page_transfer"
+
+_HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
+    INIT_COMMUNICATORS: ("self",),
+    TOKENIZER_ATTACH: (
+        "self",
+        "hicache_storage_backend",
+        "hicache_storage_backend_extra_config_json",
+        "hicache_storage_prefetch_policy",
+        "hicache_write_policy",
+    ),
+    TOKENIZER_DETACH: ("self",),
+    TOKENIZER_CLEAR: ("self",),
+    TOKENIZER_RELEASE_MEMORY: ("self", "obj", "request"),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler": (
+        "self",
+        "obj",
+    ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop": ("self",),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_texts": (
+        "self",
+        "texts",
+        "is_cross_encoder",
+    ),
+    "sglang.srt.entrypoints.http_server.get_global_state": (),
+    "sglang.srt.utils.auth.auth_level": ("level",),
+}
+
+_SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
+    INIT_DISPATCHER: ("self",),
+    GET_INIT_INFO: ("self",),
+    POLL_TIMEOUTS: ("self",),
+    FLUSH_CACHE: ("self", "empty_cache"),
+    SCHEDULER_ATTACH: ("self", "recv_req"),
+    SCHEDULER_DETACH: ("self", "recv_req"),
+    SCHEDULER_CLEAR: ("self", "recv_req"),
+    f"{_SCHEDULER}._prefetch_kvcache": ("self", "req", "storage_hit_end"),
+    f"{_SCHEDULER}.is_fully_idle": ("self", "for_health_check", "ignore_waiting"),
+    f"{_SCHEDULER}.send_control_output": ("self", "output", "recv_req"),
+    **dict.fromkeys(UPDATE_WEIGHTS, ("self", "recv_req")),
+    BEGIN_WEIGHT_UPDATE: ("self", "recv_req"),
+    RELEASE_MEMORY: ("self", "recv_req"),
+    CHECK_EVENTS: ("self",),
+    PREFETCH: (
+        "self",
+        "request",
+        "last_host_node_id",
+        "new_input_tokens",
+        "last_hash",
+        "prefix_keys",
+        "matched_prefix_tokens",
+        "extra_key",
+        "cache_salt",
+        "storage_hit_end",
+    ),
+    CHECK_PROGRESS: ("self", "request"),
+    RELEASE_ABORTED: ("self", "request"),
+    RESET: ("self",),
+    f"{_CACHE}.match_prefix": ("self", "params"),
+    f"{_CACHE}.finish": ("self", "handle", "outcome"),
+    f"{_CACHE}.is_backuped": ("self", "node_id"),
+    f"{_CACHE}.is_root": ("self", "node_id"),
+    f"{_CACHE}.get_last_hash_value": ("self", "node_id"),
+    f"{_CACHE}.get_prefix_hash_values": ("self", "node_id"),
+    RATE_LIMITED: ("self",),
+    QUERY_STORAGE: ("self", "operation"),
+    READ_STORAGE: ("self", "operation"),
+    f"{_BASE_CONTROLLER}.terminate_prefetch": ("self", "operation"),
+    f"{_RETRIES}.cancel": ("self", "req_id"),
+}
+
+_READ_ATTRIBUTES = ("storage_hit_count", "completed_tokens", "host_indices", "query_pool_hit_pages")
+
+
+def check(*, http: bool = True) -> list[str]:
+    """What of the installed SGLang differs from what Toolgap expects; empty if nothing does.
+
+    Args:
+        http: Whether to check what only the HTTP process needs; a scheduler is spared its import.
+    """
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ["sglang is not installed: pip install 'toolgap[sglang]'"]
+    if version not in SUPPORTED:
+        return [f"sglang {version} is installed; this release of toolgap supports {', '.join(SUPPORTED)}"]
+    problems = []
+    signatures = _SCHEDULER_SIGNATURES | (_HTTP_SIGNATURES if http else {})
+    for target, expected in signatures.items():
+        try:
+            found = tuple(inspect.signature(_resolve(target)).parameters)
+        except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
+            problems.append(f"{target}: {error}")
+            continue
+        if found != expected:
+            problems.append(f"{target}: takes {', '.join(found)}, not {', '.join(expected)}")
+    if not problems:
+        from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
+
+        operation = PrefetchOperation(CacheRequestHandle("check", 0), array("q"))
+        problems += [
+            f"PrefetchOperation: has no {name}" for name in _READ_ATTRIBUTES if not hasattr(operation, name)
+        ]
+    return problems
+
+
+def _resolve(target: str) -> Any:
+    owner, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(owner), name)
+    except ModuleNotFoundError as error:
+        if not owner.startswith(error.name or "?"):
+            raise
+        module, _, cls = owner.rpartition(".")
+        return getattr(getattr(importlib.import_module(module), cls), name)
+
+
+def unapplied(targets: list[str]) -> list[str]:
+    """The hooked targets that SGLang's registry failed to patch (it only logs such a failure)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [target for target in targets if target not in HookRegistry._patched]
+
+
+def wants_hooks(process_title: str) -> bool:
+    """Whether an SGLang process with this title runs the HTTP server or a scheduler."""
+    return not process_title.startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
+
+
+class Prefix(NamedTuple):
+    """Exact token ids from position 0, as ``array('q')``, in their request-level namespace."""
+
+    token_ids: "array[int]"
+    extra_key: str | None
+    cache_salt: str | None
+
+    def shared_tokens(self, other: "Prefix") -> int:
+        """Length of the common prefix; 0 across namespaces."""
+        if self.extra_key != other.extra_key or self.cache_salt != other.cache_salt:
+            return 0
+        a, b = self.token_ids, other.token_ids
+        low, high = 0, min(len(a), len(b))
+        if a[:high] == b[:high]:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if a[low:middle] == b[low:middle]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+class Match(NamedTuple):
+    """Where a prefix's resident part ends."""
+
+    resident_tokens: int
+    anchor: Any
+
+
+class Read(NamedTuple):
+    """A read that was issued to SGLang for an operation."""
+
+    handle: Any
+    operation: Any
+    start_tokens: int
+    """Position of its first token in the prefix."""
+    span_tokens: int
+
+
+class ReadResult(NamedTuple):
+    """What became of a read, in tokens."""
+
+    found_tokens: int | None
+    """In storage behind the start; None if storage was not asked or raised."""
+    allocated_tokens: int | None
+    """Host memory that was taken for it; None if none was."""
+    read_tokens: int
+    inserted_tokens: int
+
+
+class OrdinaryRead(NamedTuple):
+    """A read that an ordinary request issued."""
+
+    handle: Any
+    prefix: Prefix
+
+
+class Engine:
+    """A scheduler and its cache, as far as restores need them."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.cache = scheduler.tree_cache
+        self.own_tokens = 0
+        """Spans of the operations' reads, which SGLang counts among its own."""
+
+    # ---- set-up ----
+
+    def obstacle(self) -> str | None:
+        """Why this set-up cannot restore anything, and the mend; None if it can."""
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+
+        parallel = get_parallel()
+        cache, scheduler = self.cache, self.scheduler
+        for size, what in (
+            (parallel.num_dp_ranks, "data parallelism"),
+            (parallel.pp_size, "pipeline parallelism"),
+            (parallel.tp_size, "tensor parallelism"),
+        ):
+            if size > 1:
+                return f"{what} is not supported by this release of toolgap"
+        if get_disagg().disaggregation_mode != "null":
+            return "prefill/decode disaggregation is not supported by this release of toolgap"
+        if not scheduler.enable_hierarchical_cache:
+            return "the server has no hierarchical cache: start it with --enable-hierarchical-cache"
+        if not isinstance(cache, UnifiedRadixCache) or cache.cache_controller is None:
+            return f"the server's cache is {type(cache).__name__}, not SGLang's HiCache"
+        if cache.disable:
+            return "the server's prefix cache is off: start it without --disable-radix-cache"
+        if cache.host_memory_mode != "cache":
+            return "host memory is only a buffer: start the server with --hicache-host-memory-mode cache"
+        if cache.linker is not None:
+            return "an external cache linker replaces host memory"
+        if tuple(cache.tree_components) != (ComponentType.FULL,):
+            names = ", ".join(component.name for component in cache.tree_components)
+            return f"models with {names} caches are not supported by this release of toolgap"
+        if cache.tree_core.is_eagle:
+            return "EAGLE/MTP speculation is not supported by this release of toolgap"
+        if get_exec().moe.elastic_ep_backend is not None:
+            return "elastic expert parallelism is not supported by this release of toolgap"
+        return None
+
+    def storage_obstacle(self) -> str | None:
+        """Why the storage backend cannot be read from; None if it can."""
+        if not self.cache.enable_storage:
+            return "no storage backend is attached: start the server with --hicache-storage-backend"
+        if self.prefetch_capacity_tokens <= 0:
+            return "the prefetch capacity is 0: give the server more host memory (--hicache-size, --hicache-ratio)"
+        return None
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation is paused: control messages are answered, reads are not drained."""
+        return bool(self.scheduler._engine_paused)
+
+    @property
+    def free_of_requests(self) -> bool:
+        """Whether no request runs or waits (one that waits does not count during a pause)."""
+        return bool(self.scheduler.is_fully_idle(for_health_check=True, ignore_waiting=self.paused))
+
+    @property
+    def flush_pending(self) -> bool:
+        """Whether a flush waits for the engine to be idle."""
+        return self.scheduler.flush_wrapper._pending is not None
+
+    @property
+    def storage_backend(self) -> str | None:
+        """Name of the attached storage backend."""
+        return self.cache.cache_controller.storage_backend_type if self.cache.enable_storage else None
+
+    @property
+    def prefetch_policy(self) -> str:
+        """SGLang's rule for how long a request waits for its own storage read."""
+        return str(self.cache.prefetch_stop_policy)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens a page."""
+        return int(self.cache.page_size)
+
+    @property
+    def prefetch_threshold_tokens(self) -> int:
+        """Spans shorter than this are never read."""
+        return int(self.cache.prefetch_threshold)
+
+    @property
+    def prefetch_capacity_tokens(self) -> int:
+        """SGLang's limit of all reads in flight."""
+        return int(getattr(self.cache.cache_controller, "prefetch_capacity_limit", 0))
+
+    @property
+    def prefetch_occupied_tokens(self) -> int:
+        """Spans of all reads in flight, the operations' among them."""
+        return int(getattr(self.cache.cache_controller, "prefetch_tokens_occupied", 0))
+
+    @property
+    def host_total_tokens(self) -> int:
+        """Capacity of host memory."""
+        return int(self.cache.cache_controller.mem_pool_host.logical_size)
+
+    @property
+    def host_free_tokens(self) -> int:
+        """Unused part of it."""
+        return int(self.cache.cache_controller.mem_pool_host.available_size())
+
+    @property
+    def prefetch_retries_pending(self) -> int:
+        """Requests that SGLang will ask storage for again."""
+        return len(self.cache.storage_prefetch_retries._pending)
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads of operations and of ordinary requests."""
+        return len(self.cache.ongoing_prefetch)
+
+    def namespace(self, weights_epoch: int) -> str:
+        """Fingerprint of what KV is valid for, 16 hex digits.
+
+        Args:
+            weights_epoch: Weight updates that this process has seen.
+        """
+        from sglang.srt.runtime_context import get_serving
+
+        arguments = self.scheduler.server_args
+        names = (
+            "model_path",
+            "revision",
+            "tokenizer_path",
+            "load_format",
+            "quantization",
+            "dtype",
+            "kv_cache_dtype",
+            "hicache_mem_layout",
+            "served_model_name",
+            "tp_size",
+            "pp_size",
+        )
+        parts = {name: str(getattr(arguments, name, None)) for name in names}
+        parts |= {
+            "weight_version": str(get_serving().weight_version),
+            # A count says nothing across restarts: the process id keeps two servers' updates apart.
+            "weights_epoch": f"{os.getpid()}.{weights_epoch}" if weights_epoch else "0",
+            "page_tokens": str(self.page_tokens),
+            "storage_backend": str(self.storage_backend),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    # ---- reads ----
+
+    def align(self, tokens: int) -> int:
+        """Whole pages of a prefix."""
+        return tokens - tokens % self.page_tokens
+
+    def match(self, prefix: Prefix) -> Match:
+        """Find the resident part of a prefix. Refreshes its place in the eviction order."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(prefix.token_ids, extra_key=prefix.extra_key, cache_salt=prefix.cache_salt)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key))
+        return Match(match.device_prefix_len + match.host_hit_length, match.last_host_node)
+
+    def can_anchor(self, match: Match) -> bool:
+        """Whether restored pages can be attached behind a match."""
+        return bool(self.cache.is_backuped(match.anchor) or self.cache.is_root(match.anchor))
+
+    def issue(self, operation_id: str, attempt: int, prefix: Prefix, match: Match) -> Read | None:
+        """Start reading what follows a match, as a request of its own. None if SGLang declines.
+
+        SGLang declines a span below its threshold, and any read while ordinary requests' reads
+        occupy its limit.
+        """
+        from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+        cache = self.cache
+        handle = CacheRequestHandle(f"toolgap-{operation_id}", attempt)
+        start = match.resident_tokens
+        cache.prefetch_from_storage(
+            handle,
+            match.anchor,
+            prefix.token_ids[start:],
+            cache.get_last_hash_value(match.anchor),
+            cache.get_prefix_hash_values(match.anchor) if cache.hicache_storage_pass_prefix_keys else None,
+            matched_prefix_tokens=prefix.token_ids[:start],
+            extra_key=prefix.extra_key,
+            cache_salt=prefix.cache_salt,
+        )
+        info = cache.ongoing_prefetch.get(handle)
+        if info is None:
+            self._finish(handle)
+            return None
+        span_tokens = len(info.prefetch_key)
+        self.own_tokens += span_tokens
+        return Read(handle, info.operation, start, span_tokens)
+
+    def in_flight(self, read: Read) -> bool:
+        """Whether SGLang still tracks a read. Agreed by all ranks."""
+        return self.is_reading(read.handle)
+
+    def is_reading(self, handle: Any) -> bool:
+        """Whether SGLang tracks a read for this request handle. Agreed by all ranks."""
+        return handle in self.cache.ongoing_prefetch
+
+    def progress(self, read: Read) -> tuple[State, int]:
+        """How far a read in flight has come: its state, and tokens read."""
+        if read.operation.host_indices is None:
+            return State.QUERYING, 0
+        return State.RESTORING, int(read.operation.completed_tokens)
+
+    def stop(self, read: Read) -> None:
+        """Let a read end at the next batch boundary; what it has read is kept."""
+        self.cache.cache_controller.terminate_prefetch(read.operation)
+        if read.operation.host_indices is None:
+            # Nothing was allocated, so nothing has to wait for the query to return.
+            self.give_up(read)
+
+    def give_up(self, read: Read) -> None:
+        """End a read now, keeping its contiguous first part.
+
+        Host memory of the rest is released by SGLang when the storage call returns, not before.
+        """
+        self.cache.cache_controller.terminate_prefetch(read.operation)
+        self.cache.check_prefetch_progress(read.handle)
+
+    def conclude(self, read: Read) -> ReadResult:
+        """Take the result of a read that is no longer in flight, and drop every trace of it."""
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+
+        operation, handle = read.operation, read.handle
+        pages = operation.query_pool_hit_pages.get(PoolName.KV)
+        allocated = None if operation.host_indices is None else len(operation.host_indices)
+        inserted = self.cache.prefetch_loaded_tokens_by_reqid.get(handle)
+        result = ReadResult(
+            found_tokens=None if pages is None else pages * self.page_tokens,
+            allocated_tokens=allocated,
+            read_tokens=0 if allocated is None or inserted is None else int(operation.completed_tokens),
+            inserted_tokens=inserted or 0,
+        )
+        self.own_tokens -= read.span_tokens
+        self._finish(handle)
+        return result
+
+    def _finish(self, handle: Any) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
+
+        # ABORT is the outcome that clears what SGLang keeps by handle, a pending retry above all.
+        self.cache.finish(handle, CacheRequestOutcome.ABORT)
+
+    def rate_limited(self, controller: Any, original: Any) -> bool:
+        """SGLang's prefetch limit as ordinary requests should see it: without the operations' reads."""
+        controller.prefetch_tokens_occupied -= self.own_tokens
+        try:
+            return bool(original(controller))
+        finally:
+            controller.prefetch_tokens_occupied += self.own_tokens
+
+    # ---- ordinary requests ----
+
+    def ordinary_reads(self) -> Iterator[OrdinaryRead]:
+        """Reads in flight of requests that are waiting to be scheduled."""
+        reading = {handle for handle in self.cache.ongoing_prefetch if not handle.rid.startswith("toolgap-")}
+        if not reading:
+            return
+        for request in self.scheduler.waiting_queue:
+            if request.cache_request_handle in reading:
+                yield OrdinaryRead(
+                    request.cache_request_handle,
+                    Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt),
+                )
+
+    def waiting_prefixes(self, handles: set[Any]) -> dict[Any, Prefix]:
+        """Prompts of those requests that wait to be scheduled."""
+        return {
+            request.cache_request_handle: Prefix(
+                request.full_untruncated_fill_ids, request.extra_key, request.cache_salt
+            )
+            for request in self.scheduler.waiting_queue
+            if request.cache_request_handle in handles
+        }
+
+    def refetch(self, handles: set[Any]) -> None:
+        """Let waiting requests match again and read what is still missing."""
+        for request in list(self.scheduler.waiting_queue):
+            if request.cache_request_handle in handles:
+                self.scheduler._prefetch_kvcache(request)
+
+    def wait_budget_s(self, tokens: int) -> float:
+        """How long SGLang lets a request wait for its own storage read of that length.
+
+        Under ``wait_complete`` SGLang sets no limit; ten times its time-out budget stands in for it.
+        """
+        cache = self.cache
+        budget_s = float(
+            cache.prefetch_timeout_base + tokens / cache.page_size * cache.prefetch_timeout_per_page
+        )
+        return budget_s * 10 if self.prefetch_policy == "wait_complete" else budget_s
+
+    # ---- control ----
+
+    def drain(self) -> None:
+        """One pass over SGLang's asynchronous HiCache events. A collective on several ranks."""
+        self.cache.check_hicache_events()
+
+    def send(self, output: Any, request: Any) -> None:
+        """Send a message to the HTTP process."""
+        self.scheduler.send_control_output(output, request)
+
+
+def cause(result: ReadResult, span_tokens: int, threshold_tokens: int) -> Reason:
+    """Why a read that nobody stopped ended short, or ``complete``."""
+    if result.found_tokens is None:
+        return Reason.STORAGE_QUERY_FAILED
+    if result.found_tokens == 0:
+        return Reason.NOT_IN_STORAGE
+    if result.found_tokens < threshold_tokens:
+        return Reason.BELOW_THRESHOLD
+    if result.allocated_tokens is None:
+        return Reason.HOST_CAPACITY
+    if result.read_tokens < result.allocated_tokens:
+        return Reason.STORAGE_READ_FAILED
+    if result.allocated_tokens < result.found_tokens:
+        return Reason.HOST_CAPACITY
+    if result.found_tokens < span_tokens:
+        return Reason.STORAGE_SHORTFALL
+    return Reason.COMPLETE

@@ -1,0 +1,93 @@
+"""SGLang's plugin entry point: checks the installed release, then registers every hook, or none.
+
+Imported in every SGLang process, so SGLang's own modules are imported only once it is called.
+"""
+
+import logging
+import multiprocessing
+import os
+import sys
+from typing import Any, NamedTuple
+
+from toolgap.protocol import PATH
+from toolgap.settings import Settings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+ENDPOINT = f"POST {PATH}"
+
+
+class Hook(NamedTuple):
+    """One place in SGLang where Toolgap acts."""
+
+    target: str
+    kind: str
+    function: Any
+
+
+def register() -> None:
+    """Register Toolgap's hooks with SGLang, unless the installed release differs from what they expect."""
+    import setproctitle
+
+    from toolgap.sglang import internals
+
+    if not internals.wants_hooks(setproctitle.getproctitle()):
+        return
+    try:
+        settings = Settings.from_environ(os.environ)
+    except SettingsError as error:
+        logger.error("toolgap is off, the server starts without %s: %s", ENDPOINT, error)
+        return
+    problems = internals.check(http=_may_serve_http())
+    if problems:
+        logger.error(
+            "toolgap is off, the server starts without %s: %s. `toolgap doctor` prints the same check.",
+            ENDPOINT,
+            "; ".join(problems),
+        )
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from toolgap.sglang import frontend, hooks
+
+    table = _hooks()
+    targets = [hook.target for hook in table]
+    hooks.configure(settings, lambda: internals.unapplied(targets))
+    frontend.configure(settings, lambda: internals.unapplied(targets))
+    for hook in table:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def _may_serve_http() -> bool:
+    """False in a scheduler, which SGLang spawns without its HTTP server's module."""
+    return multiprocessing.parent_process() is None or "sglang.srt.entrypoints.http_server" in sys.modules
+
+
+def _hooks() -> list[Hook]:
+    from toolgap.sglang import frontend, hooks, internals
+
+    return [
+        Hook(internals.INIT_COMMUNICATORS, "after", frontend.init_communicators),
+        Hook(internals.TOKENIZER_ATTACH, "around", frontend.change_storage),
+        Hook(internals.TOKENIZER_DETACH, "around", frontend.change_storage),
+        Hook(internals.TOKENIZER_CLEAR, "around", frontend.change_storage),
+        Hook(internals.TOKENIZER_RELEASE_MEMORY, "around", frontend.release_memory),
+        Hook(internals.INIT_DISPATCHER, "after", hooks.init_request_dispatcher),
+        Hook(internals.GET_INIT_INFO, "after", hooks.get_init_info),
+        Hook(internals.POLL_TIMEOUTS, "after", hooks.poll_timeout_aborts),
+        Hook(internals.CHECK_EVENTS, "after", hooks.check_hicache_events),
+        Hook(internals.PREFETCH, "around", hooks.prefetch_from_storage),
+        Hook(internals.CHECK_PROGRESS, "around", hooks.check_prefetch_progress),
+        Hook(internals.RELEASE_ABORTED, "after", hooks.release_aborted_request),
+        Hook(internals.RESET, "after", hooks.reset_full),
+        Hook(internals.RATE_LIMITED, "around", hooks.prefetch_rate_limited),
+        Hook(internals.QUERY_STORAGE, "around", hooks.call_storage),
+        Hook(internals.READ_STORAGE, "around", hooks.call_storage),
+        Hook(internals.FLUSH_CACHE, "around", hooks.flush_cache),
+        Hook(internals.SCHEDULER_ATTACH, "around", hooks.change_storage),
+        Hook(internals.SCHEDULER_DETACH, "around", hooks.change_storage),
+        Hook(internals.SCHEDULER_CLEAR, "around", hooks.clear_storage),
+        Hook(internals.BEGIN_WEIGHT_UPDATE, "around", hooks.update_weights),
+        *(Hook(target, "around", hooks.update_weights) for target in internals.UPDATE_WEIGHTS),
+        Hook(internals.RELEASE_MEMORY, "around", hooks.release_memory),
+    ]
