@@ -167,7 +167,7 @@ class Frontend:
         """Add the route, under the authorisation of SGLang's own ``/hicache/*`` routes."""
         from sglang.srt.utils.auth import AuthLevel, auth_level
 
-        @auth_level(AuthLevel.ADMIN_OPTIONAL)
+        @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
         async def hicache_prefetch(request: Request) -> Response:
             """Restore a prefix from storage into host memory: submit, status, cancel."""
             return await self.answer(request)

@@ -46,7 +46,7 @@ class Decide(msgspec.Struct, tag=True, kw_only=True):
 Order = Restore | Describe | CancelOperation | Quiesce | Decide
 
 
-class HicachePrefetchReqInput(BaseReq, kw_only=True):
+class HicachePrefetchReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg, misc]
     """An order to the schedulers; ``rid`` is the id that the reply carries back."""
 
     order: bytes
@@ -54,7 +54,7 @@ class HicachePrefetchReqInput(BaseReq, kw_only=True):
     """Native-endian int64, as ``array('q').tobytes()``."""
 
 
-class HicachePrefetchReqOutput(BaseReq, kw_only=True):
+class HicachePrefetchReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg, misc]
     """A reply (``rid`` set), or news of an operation's end (``rid`` None)."""
 
     status: int

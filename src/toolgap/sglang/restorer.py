@@ -58,7 +58,7 @@ _MAX_ATTEMPTS = 4
 _LONGEST_STEP_S = 0.25
 """What one scheduler step may add to the watch, however long it took."""
 
-_DRAIN_PASSES = 2000
+_DRAIN_PASSES = 5000
 _DRAIN_PAUSE_S = 0.001
 """How long a flush waits for the batch in flight, in passes: a count is the same on every rank."""
 
@@ -134,32 +134,35 @@ class Restorer:
     def handle(self, request: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
         """Carry out one order from the HTTP process. Never raises."""
         try:
-            match decode_order(request):
-                case Restore() as order:
-                    return self._reply(request, self.submit(order, request))
-                case Describe(operation_id=None):
-                    return self._reply(request, self.overview())
-                case Describe(operation_id=str(operation_id)):
-                    return self._reply(request, self._known(operation_id).status(self.clock()))
-                case CancelOperation(operation_id=operation_id):
-                    return self._reply(request, self.cancel(operation_id))
-                case Quiesce():
-                    self._quiesce_for_release()
-                    return HicachePrefetchReqOutput(rid=request.rid, status=200, body=b"{}")
-                case Decide() as decision:
-                    self._apply(decision)
-                    return None
+            return self._carry_out(request)
         except Refused as refusal:
-            body = _to_json(ErrorReply(error=refusal.error))
-            retry = refusal.error.retry_after_s
-            return HicachePrefetchReqOutput(
-                rid=request.rid, status=refusal.status, body=body, retry_after_s=retry
-            )
+            error = refusal
         except Exception:
             logger.exception("toolgap: a request failed")
-            refusal = Refused(Code.INTERNAL_ERROR, "a fault in toolgap; see the server's log")
-            body = _to_json(ErrorReply(error=refusal.error))
-            return HicachePrefetchReqOutput(rid=request.rid, status=refusal.status, body=body)
+            error = Refused(Code.INTERNAL_ERROR, "a fault in toolgap; see the server's log")
+        return HicachePrefetchReqOutput(
+            rid=request.rid,
+            status=error.status,
+            body=_to_json(ErrorReply(error=error.error)),
+            retry_after_s=error.error.retry_after_s,
+        )
+
+    def _carry_out(self, request: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
+        match decode_order(request):
+            case Restore() as order:
+                return self._reply(request, self.submit(order, request))
+            case Describe(operation_id=None):
+                return self._reply(request, self.overview())
+            case Describe(operation_id=str(operation_id)):
+                return self._reply(request, self._known(operation_id).status(self.clock()))
+            case CancelOperation(operation_id=operation_id):
+                return self._reply(request, self.cancel(operation_id))
+            case Quiesce():
+                self._quiesce_for_release()
+                return HicachePrefetchReqOutput(rid=request.rid, status=200, body=b"{}")
+            case Decide() as decision:
+                self._apply(decision)
+        return None
 
     def _reply(
         self, request: HicachePrefetchReqInput, body: OperationStatus | Overview

@@ -1,0 +1,294 @@
+"""A real SGLang server on CPU for the tests, and a probe into its storage calls."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+from toolgap.client import Toolgap
+from toolgap.cpu.launch import cpu_arguments, cpu_environment
+
+from toolgap.protocol import OperationStatus
+
+T = TypeVar("T")
+
+PROBE = Path(__file__).parent / "probe"
+ADMIN_KEY = "the-admin-key"
+PAGE = 16
+DEADLINE_S = 120.0
+
+
+def until(what: str, condition: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
+    """Wait for a state of the server that cannot be awaited as an event; fails loudly."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"not within {deadline_s:g} s: {what}")
+
+
+class Probe:
+    """The test's end of the storage probe: counts calls, and can hold or spoil them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._change = threading.Condition()
+        self._holding: set[str] = set()
+        self._held: Counter[str] = Counter()
+        self._answers: dict[tuple[str, int], str] = {}
+        self._reads: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rw") as stream:
+            for line in stream:
+                message = json.loads(line)
+                print(self._answer(message["call"], message["detail"]), file=stream, flush=True)
+
+    def _answer(self, call: str, detail: str) -> str:
+        with self._change:
+            number = self._calls[call]
+            self._calls[call] += 1
+            if call == "get":
+                self._reads[detail] += 1
+            self._held[call] += 1
+            self._change.notify_all()
+            while call in self._holding:
+                self._change.wait()
+            self._held[call] -= 1
+            self._change.notify_all()
+            return self._answers.get((call, number), self._answers.get((call, -1), "go"))
+
+    def reset(self) -> None:
+        """Forget counts and spoilt calls; let everything go."""
+        with self._change:
+            self._holding.clear()
+            self._answers.clear()
+            self._reads.clear()
+            self._calls.clear()
+            self._change.notify_all()
+
+    @contextlib.contextmanager
+    def hold(self, call: str) -> Iterator[Callable[[], None]]:
+        """Hold calls while open; yields a function that waits until one is held."""
+        with self._change:
+            self._holding.add(call)
+
+        def wait_until_held() -> None:
+            with self._change:
+                assert self._change.wait_for(lambda: self._held[call] > 0, DEADLINE_S), f"no {call} was held"
+
+        try:
+            yield wait_until_held
+        finally:
+            with self._change:
+                self._holding.discard(call)
+                self._change.notify_all()
+
+    def spoil(self, call: str, answer: str, number: int = -1) -> None:
+        """Answer the call with that number since the last reset (-1: every one) with "miss" or "fail"."""
+        with self._change:
+            self._answers[call, number] = answer
+
+    @property
+    def reads(self) -> Counter[str]:
+        """Reads of each page since the last reset."""
+        with self._change:
+            return self._reads.copy()
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls of each kind since the last reset."""
+        with self._change:
+            return self._calls.copy()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.reset()
+        self._listener.close()
+
+
+@dataclass
+class Answer:
+    """What /generate returned."""
+
+    output_ids: list[int]
+    device_tokens: int
+    host_tokens: int
+    storage_tokens: int
+
+    @property
+    def sources(self) -> tuple[int, int, int]:
+        """Cached tokens from device, host and storage."""
+        return self.device_tokens, self.host_tokens, self.storage_tokens
+
+
+@dataclass
+class Server:
+    """A server process group; use as a context manager."""
+
+    model: Path
+    folder: Path
+    arguments: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    hierarchical: bool = True
+    process: "subprocess.Popen[bytes] | None" = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.storage = self.folder / "l3"
+        self.storage.mkdir(exist_ok=True)
+        self.log = self.folder / "server.log"
+        self.probe = Probe(self.folder / "probe.sock")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        self.http = httpx.Client(base_url=self.url, timeout=DEADLINE_S, headers=headers)
+        self.toolgap = Toolgap(self.url, api_key=ADMIN_KEY)
+
+    def start(self) -> Self:
+        """Start the server and wait until it serves."""
+        arguments = [
+            *("--model-path", str(self.model), "--dtype", "float32", "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--page-size", str(PAGE), "--admin-api-key", ADMIN_KEY),
+            *("--skip-server-warmup", "--enable-cache-report", "--enable-metrics"),
+            *self.arguments,
+        ]
+        environment = cpu_environment(os.environ) | self.environment
+        environment["PYTHONPATH"] = os.pathsep.join([str(PROBE), environment["PYTHONPATH"]])
+        environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.storage)
+        environment["TOOLGAP_PROBE_SOCKET"] = str(self.probe.path)
+        command = [sys.executable, "-m", "sglang.launch_server", *cpu_arguments(arguments)]
+        if not self.hierarchical:
+            command = [part for part in command if part != "--enable-hierarchical-cache"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        until("the server serves", self._serving)
+        return self
+
+    def _serving(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log_tail()}")
+        with contextlib.suppress(httpx.TransportError):
+            return self.http.get("/health").status_code == 200
+        return False
+
+    def log_tail(self, characters: int = 4000) -> str:
+        """The end of the server's log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def kill(self) -> None:
+        """kill -9 of the whole process group."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        self.probe.close()
+        self.toolgap.close()
+        self.http.close()
+
+    # ---- what tests do with it ----
+
+    def call(self, **body: Any) -> httpx.Response:
+        """One raw call of the endpoint."""
+        return self.http.post("/hicache/prefetch", json=body)
+
+    def generate(self, input_ids: list[int], tokens: int = 4, **fields: Any) -> Answer:
+        """Greedy generation; fails unless the server answers 200."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        reply = self.http.post(
+            "/generate", json={"input_ids": input_ids, "sampling_params": sampling, **fields}
+        )
+        assert reply.status_code == 200, reply.text
+        body = reply.json()
+        details = body["meta_info"].get("cached_tokens_details") or {}
+        return Answer(
+            body["output_ids"], details.get("device", 0), details.get("host", 0), details.get("storage", 0)
+        )
+
+    def flush(self) -> None:
+        """Drop L1 and L2; L3 stays. Refused by SGLang while backups are pending, so repeated."""
+        until("the cache is flushed", lambda: self.http.post("/flush_cache").status_code == 200)
+
+    def store(self, input_ids: list[int], **fields: Any) -> Answer:
+        """Bring a prompt's KV into L3, and into L3 only."""
+        answer = self.generate(input_ids, **fields)
+        self.flush()
+        self.probe.reset()
+        return answer
+
+    def state(self) -> dict[str, Any]:
+        """The probe's view of the scheduler; fails if an invariant does not hold there."""
+        reply = self.http.get("/server_info").json()
+        state: dict[str, Any] = reply["internal_states"][0]["toolgap_probe"]
+        assert state["problem"] is None, state["problem"]
+        return state
+
+    def is_busy(self) -> bool:
+        """Whether the scheduler is in the middle of something: it does not answer now."""
+        try:
+            self.http.post("/hicache/prefetch", json={"action": "status"}, timeout=0.5)
+        except httpx.TimeoutException:
+            return True
+        return False
+
+    def ended(self, operation_id: str) -> OperationStatus:
+        """Wait for an operation's outcome by long poll."""
+        status = self.toolgap.status(operation_id, wait_s=DEADLINE_S)
+        assert status.state.terminal, status
+        return status
+
+    def baseline(self) -> dict[str, int]:
+        """What must be the same before and after anything that leaves nothing behind."""
+        engine = self.toolgap.overview().engine
+        state = self.state()
+        return {
+            "host_free_tokens": engine.host_free_tokens,
+            "prefetch_occupied_tokens": engine.prefetch_occupied_tokens,
+            "prefetch_retries_pending": engine.prefetch_retries_pending,
+            "reads_in_flight": engine.reads_in_flight,
+            "waiting_joins": engine.waiting_joins,
+            "stalled_reads": engine.stalled_reads,
+            "host_locks": state["host_locks"],
+            "handles": state["handles"],
+            "waiting_calls": state["waiting_calls"],
+        }

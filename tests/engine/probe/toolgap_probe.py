@@ -1,0 +1,124 @@
+"""A test-only SGLang plugin: reports every call of the file backend to the test, and does as it is told.
+
+Loaded through its entry point when this folder is on PYTHONPATH. It changes nothing of what the engine
+computes: the test sees each call before it happens and answers "go", "miss" or "fail", or lets it wait.
+"""
+
+import json
+import multiprocessing
+import os
+import pkgutil
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+_SOCKET = os.environ.get("TOOLGAP_PROBE_SOCKET")
+_local = threading.local()
+_host_locks = 0
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if target := os.environ.get("TOOLGAP_PROBE_CHANGE"):
+        _change_signature(target)
+    if (target := os.environ.get("TOOLGAP_PROBE_CHANGE_IN_SCHEDULER")) and multiprocessing.parent_process():
+        _change_signature(target)
+    if not _SOCKET:
+        return
+    file_backend = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
+    cache = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+    HookRegistry.register(f"{file_backend}.get", _get, HookType.AROUND)
+    HookRegistry.register(f"{file_backend}.batch_exists", _batch_exists, HookType.AROUND)
+    HookRegistry.register(f"{cache}.inc_host_lock_ref", _locked, HookType.AFTER)
+    HookRegistry.register(f"{cache}.dec_host_lock_ref", _unlocked, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state", _internal_state, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        _http_state,
+        HookType.AROUND,
+    )
+
+
+def _change_signature(target: str) -> None:
+    """Make a method of one argument look like that of another release; it works as before."""
+    owner_name, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original = getattr(owner, name)
+
+    def changed(self: Any, argument: Any, a_parameter_of_another_release: Any = None) -> Any:
+        return original(self, argument)
+
+    setattr(owner, name, changed)
+
+
+def _ask(call: str, detail: str) -> str:
+    if not hasattr(_local, "stream"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(_SOCKET)  # type: ignore[arg-type]
+        _local.stream = connection.makefile("rw")
+    try:
+        print(json.dumps({"call": call, "detail": detail}), file=_local.stream, flush=True)
+        return _local.stream.readline().strip() or "go"
+    except (OSError, ValueError):
+        return "go"  # the test is over
+
+
+def _get(original: Any, backend: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    answer = _ask("get", key)
+    if answer == "fail":
+        raise OSError(f"the test made the read of {key} fail")
+    return None if answer == "miss" else original(backend, key, *args, **kwargs)
+
+
+def _batch_exists(original: Any, backend: Any, keys: list[str], *args: Any, **kwargs: Any) -> Any:
+    if _ask("exists", str(len(keys))) == "fail":
+        raise OSError("the test made the query fail")
+    return original(backend, keys, *args, **kwargs)
+
+
+def _locked(_result: Any, *_args: Any, **_kwargs: Any) -> None:
+    global _host_locks
+    _host_locks += 1
+
+
+def _unlocked(_result: Any, *_args: Any, **_kwargs: Any) -> None:
+    global _host_locks
+    _host_locks -= 1
+
+
+def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
+    from toolgap.sglang import hooks
+
+    problem = None
+    try:
+        if hooks._restorer is not None:
+            hooks._restorer.check_integrity()
+    except AssertionError as error:
+        problem = f"{type(error).__name__}: {error}"
+    cache = scheduler.tree_cache
+    output.internal_state["toolgap_probe"] = {
+        "problem": problem,
+        "host_locks": _host_locks,
+        "handles": len(getattr(cache, "prefetch_loaded_tokens_by_reqid", ()))
+        + len(getattr(cache, "_storage_prefetch_wait", ())),
+        "resident_kib": _resident_kib(),
+    }
+    return output
+
+
+async def _http_state(original: Any, *args: Any) -> Any:
+    from toolgap.sglang import frontend
+
+    states = await original(*args)
+    assert frontend._frontend is not None
+    states[0]["toolgap_probe"]["waiting_calls"] = frontend._frontend.replies.pending
+    return states
+
+
+def _resident_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
