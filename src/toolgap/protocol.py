@@ -5,6 +5,7 @@ an :class:`OperationStatus`, an :class:`Overview` (status without an id) or ``{"
 """
 
 import math
+import re
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -412,8 +413,8 @@ def _invalid(complaint: str) -> Refused:
     """Turn msgspec's "... - at `$.field[0]`" into a refusal that names the field."""
     message, _, place = complaint.partition(" - at `")
     field = place.rstrip("`").removeprefix("$").removeprefix(".") or None
-    if field is None and "`" in message:
-        field = message.split("`")[-2]
+    if named := re.search(r"field `(\w+)`", message):
+        field = named[1]
     if "Invalid value" in message and field == "action":
         message = "action must be submit, status or cancel"
     return Refused(Code.INVALID_FIELD, f"{field}: {message}" if place else message, field=field)

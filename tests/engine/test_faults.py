@@ -97,7 +97,7 @@ def impatient_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     """Short time limits, strict single-trajectory mode, and a policy that waits for storage."""
     environment = {
         "TOOLGAP_JOIN_TIMEOUT_S": "0.5",
-        "TOOLGAP_STALL_TIMEOUT_S": "0.5",
+        "TOOLGAP_STALL_TIMEOUT_S": "5",
         "TOOLGAP_STOP_GRACE_S": "0.5",
         "TOOLGAP_MAX_OPERATIONS": "1",
         "TOOLGAP_MAX_OUTCOMES": "3",

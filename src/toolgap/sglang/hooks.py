@@ -181,10 +181,10 @@ def call_storage(original: Callable[..., Any], controller: Any, operation: Any) 
 def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
     """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
     restorer = _restorer
-    if restorer is not None and restorer.engine.free_of_requests:
+    if restorer is not None and not restorer.quiet and restorer.engine.free_of_requests:
         _quiesce(Reason.FLUSHED)
-        if not restorer.may_reset:
-            logger.warning("toolgap: flush refused: a storage call that was given up has not returned")
+        if not restorer.quiet:
+            logger.warning("toolgap: flush refused: a storage call of a restore has not returned")
             return False
     return original(scheduler, empty_cache)
 
@@ -223,7 +223,7 @@ def clear_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 
 def _quiesce(reason: Reason) -> None:
     restorer = _restorer
-    if restorer is None or not restorer.work:
+    if restorer is None or restorer.quiet:
         return
     try:
         restorer.quiesce(reason)

@@ -73,6 +73,15 @@ class Join(NamedTuple):
     budget_s: float
 
 
+class LeftCall(NamedTuple):
+    """A storage call that an operation left running when it ended."""
+
+    operation: Any
+    """SGLang's record of it, marked idle once the call has returned."""
+    stalled_from_s: float
+    """When to take it for one that hangs, and to refuse more work for the thread that makes it."""
+
+
 class Work:
     """What the restorer keeps of an active operation beside its record."""
 
@@ -121,8 +130,8 @@ class Restorer:
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
         self.joins: dict[Any, Join] = {}
-        self.hung: list[Any] = []
-        """SGLang operations that were given up while a storage call had them."""
+        self.left: list[LeftCall] = []
+        """Storage calls that were left running by operations that ended."""
         self.weights_epoch = 0
         self.stale_cache = False
         self.stale_storage = False
@@ -264,7 +273,7 @@ class Restorer:
             raise Refused(Code.PAUSED, "the engine is paused", retry_after_s=1.0)
         if engine.flush_pending:
             raise Refused(Code.FLUSH_PENDING, "a flush waits for the engine to be idle", retry_after_s=1.0)
-        if self._hung():
+        if self._stalled_calls():
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call that was given up has not returned yet",
@@ -489,9 +498,14 @@ class Restorer:
         for handle in waiting:
             self.joins.pop(handle, None)
         work.joined.clear()
+        stalled = reason is Reason.STORAGE_STALLED
         for other in [other for other in self.work.values() if other.leader is work]:
-            if other.operation.ended_at is None:
+            if other.operation.ended_at is None and stalled:
+                self._end(other, State.FAILED, Reason.STORAGE_STALLED)
+            elif other.operation.ended_at is None:
                 self._resume(other, work, known_end_tokens)
+        if stalled:
+            return  # whoever asked storage now would wait for the same thread
         self.engine.refetch(
             waiting if known_end_tokens is None else set(self._still_missing(waiting, work, known_end_tokens))
         )
@@ -539,7 +553,8 @@ class Restorer:
             self.engine.stop(work.read)
         if not self.engine.in_flight(work.read):
             if not getattr(work.read.operation, "toolgap_idle", True):
-                self.hung.append(work.read.operation)
+                patience_s = 0.0 if at_once else self.settings.stall_timeout_s
+                self.left.append(LeftCall(work.read.operation, self.clock() + patience_s))
             self._conclude(work)
 
     def _stop_all(self, stop: Stop) -> None:
@@ -588,35 +603,38 @@ class Restorer:
         An operation whose storage call hangs stays: SGLang then sees that it is not idle, and refuses
         the change as it would for an ordinary request's read.
         """
-        if not self.work:
-            return
         self._stop_all(Stop(State.CANCELLED, reason))
         for _ in range(_DRAIN_PASSES):
-            self.engine.drain()
-            if not self.work:
+            if not self.work and not self._calls_left():
                 return
+            self.engine.drain()
             time.sleep(_DRAIN_PAUSE_S)
-        logger.warning("toolgap: %d operations wait for a storage call that does not return", len(self.work))
+        logger.warning("toolgap: a storage call does not return")
 
     def _quiesce_for_release(self) -> None:
         self.quiesce(Reason.MEMORY_RELEASED)
-        if self.work or self._hung():
+        if self.work or self._calls_left():
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call of a restore has not returned, and memory cannot be released under it",
                 retry_after_s=5.0,
             )
 
-    def _hung(self) -> bool:
-        """Whether a storage call that was given up has not returned."""
-        if self.hung:
-            self.hung = [operation for operation in self.hung if not operation.toolgap_idle]
-        return bool(self.hung)
+    def _calls_left(self) -> list[LeftCall]:
+        """Storage calls that have not returned though their operations ended."""
+        if self.left:
+            self.left = [call for call in self.left if not call.operation.toolgap_idle]
+        return self.left
+
+    def _stalled_calls(self) -> int:
+        """How many of them are taken for hanging."""
+        now = self.clock()
+        return sum(now >= call.stalled_from_s for call in self._calls_left())
 
     @property
-    def may_reset(self) -> bool:
-        """Whether SGLang can restart its storage threads, which it must be able to join."""
-        return not self._hung()
+    def quiet(self) -> bool:
+        """Whether nothing of ours is in flight: SGLang can stop its storage threads, which it must join."""
+        return not self.work and not self._calls_left()
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
@@ -671,7 +689,6 @@ class Restorer:
         if obstacle := engine.obstacle():
             raise Refused(Code.NOT_SUPPORTED, obstacle)
         now = self.clock()
-        self._hung()
         return Overview(
             active=[operation.status(now) for operation in self.log],
             recent=[operation.status(now) for operation in reversed(self.log.outcomes.values())],
@@ -690,7 +707,7 @@ class Restorer:
                 max_operations=self.settings.max_operations,
                 max_operation_tokens=self.max_operation_tokens,
                 waiting_joins=len(self.joins),
-                stalled_reads=len(self.hung),
+                stalled_reads=self._stalled_calls(),
                 paused=engine.paused,
             ),
         )
