@@ -157,6 +157,8 @@ class Server:
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     hierarchical: bool = True
+    spawn: bool = False
+    """Start processes as SGLang does; forking them halves the time of a start."""
     process: "subprocess.Popen[bytes] | None" = None
 
     def __post_init__(self) -> None:
@@ -185,6 +187,7 @@ class Server:
         environment = cpu_environment(os.environ) | self.environment
         environment["PYTHONPATH"] = os.pathsep.join([str(PROBE), environment["PYTHONPATH"]])
         environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.storage)
+        environment["TOOLGAP_CPU_FORK"] = "0" if self.spawn else "1"
         environment["TOOLGAP_PROBE_SOCKET"] = str(self.probe.path)
         command = [sys.executable, "-m", "sglang.launch_server", *cpu_arguments(arguments)]
         if not self.hierarchical:

@@ -16,7 +16,7 @@ def test_a_server_killed_in_a_restore_starts_clean_and_restores_again(
 ) -> None:
     """Also: an empty tree after a restart restores what was written to storage before it."""
     prefix = prompt(200 * PAGE)
-    with Server(model, tmp_path) as server:
+    with Server(model, tmp_path, spawn=True) as server:
         recomputed = server.store(prefix + [5])
         with server.probe.hold("get") as wait_until_held:
             server.toolgap.submit(input_ids=prefix)
@@ -55,7 +55,7 @@ def test_another_release_of_sglang_leaves_the_server_without_the_endpoint(
     model: Path, tmp_path: Path, prompt: Prompt
 ) -> None:
     """One method with another signature: nothing is registered, the log names it, and SGLang serves as ever."""
-    with Server(model, tmp_path, environment={"TOOLGAP_PROBE_CHANGE": METHOD}) as server:
+    with Server(model, tmp_path, spawn=True, environment={"TOOLGAP_PROBE_CHANGE": METHOD}) as server:
         assert server.call(action="status").status_code == 404
         assert server.generate(prompt(20 * PAGE)).sources == (0, 0, 0)
         assert f"{METHOD}: takes" in server.log.read_text()
@@ -63,7 +63,7 @@ def test_another_release_of_sglang_leaves_the_server_without_the_endpoint(
 
 def test_a_scheduler_without_hooks_keeps_the_route_shut(model: Path, tmp_path: Path, prompt: Prompt) -> None:
     """The handshake: an order to a scheduler that does not know it would end it."""
-    with Server(model, tmp_path, environment={"TOOLGAP_PROBE_CHANGE_IN_SCHEDULER": METHOD}) as server:
+    with Server(model, tmp_path, spawn=True, environment={"TOOLGAP_PROBE_CHANGE_IN_SCHEDULER": METHOD}) as server:
         reply = server.call(action="submit", input_ids=[1, 2, 3])
         assert (reply.status_code, reply.json()["error"]["code"]) == (501, Code.NOT_SUPPORTED)
         assert "did not announce" in reply.json()["error"]["message"]
