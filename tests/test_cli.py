@@ -1,0 +1,444 @@
+"""The command line: options, what is printed, exit statuses. Servers are in tests/engine."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from toolgap import cli, doctor, serve
+from toolgap.cli import EXITS, Exit, app
+from toolgap.client import Toolgap
+from toolgap.demo import main as demo
+from toolgap.doctor import Installation
+from toolgap.protocol import (
+    Code,
+    EngineStatus,
+    Error,
+    ErrorReply,
+    OperationStatus,
+    Overview,
+    Reason,
+    State,
+)
+from toolgap.settings import Settings, variable
+
+ENGINE = EngineStatus(
+    namespace="0123456789abcdef",
+    storage_backend="file",
+    prefetch_policy="timeout",
+    prefetch_threshold_tokens=256,
+    page_tokens=16,
+    host_total_tokens=8192,
+    host_free_tokens=8000,
+    prefetch_capacity_tokens=4096,
+    prefetch_occupied_tokens=0,
+    prefetch_retries_pending=0,
+    reads_in_flight=0,
+    max_operations=16,
+    max_operation_tokens=4096,
+    waiting_joins=0,
+    stalled_reads=0,
+    paused=False,
+)
+
+
+def operation(state: State = State.RESTORING, reason: Reason | None = None) -> OperationStatus:
+    return OperationStatus(
+        operation_id="op-1",
+        state=state,
+        reason=reason,
+        requested_tokens=1000,
+        aligned_tokens=992,
+        resident_tokens=0,
+        ttl_s=60.0,
+        elapsed_s=0.25,
+        namespace="0123456789abcdef",
+    )
+
+
+RESTORED = operation(State.RESTORED, Reason.COMPLETE)
+
+Reply = Callable[[dict[str, Any]], httpx.Response]
+
+
+class Server:
+    """Answers as told, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[httpx.Headers] = []
+        self.reply: Reply = lambda _: reply(RESTORED)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = {name: value for name, value in json.loads(request.content).items() if value is not None}
+        self.bodies.append(body)
+        self.headers.append(request.headers)
+        return self.reply(body)
+
+
+def reply(value: Any, status: int = 200) -> httpx.Response:
+    return httpx.Response(status, content=msgspec.json.encode(value))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+    monkeypatch.setattr(cli, "Toolgap", functools.partial(Toolgap, transport=httpx.MockTransport(server)))
+    return server
+
+
+def run(*arguments: str, environ: dict[str, str] | None = None, stdin: str | bytes | None = None) -> Result:
+    clean = {"TOOLGAP_URL": None, "TOOLGAP_API_KEY": None, "TOOLGAP_DEBUG": None, "COLUMNS": "100"}
+    return CliRunner(env={**clean, **(environ or {})}).invoke(app, arguments, input=stdin)
+
+
+def words(text: str) -> str:
+    """The text without its wrapping and the frame that typer draws around complaints."""
+    return " ".join(text.replace("│", " ").split())
+
+
+# ---- exit statuses and variables ----
+
+
+def test_help_says_every_exit_status() -> None:
+    result = run("--help")
+    assert result.exit_code == Exit.OK
+    assert EXITS.keys() == set(Exit)
+    for status, text in EXITS.items():
+        assert f"{status.value} {text}" in words(result.stdout)
+
+
+def test_variables_of_the_command_are_none_of_the_settings() -> None:
+    settings = {variable(field.name) for field in fields(Settings)}
+    assert settings.isdisjoint({cli.URL_VARIABLE, cli.API_KEY_VARIABLE, cli.DEBUG_VARIABLE, "TOOLGAP_CPU"})
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "toolgap", "version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "toolgap")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("dance",), ("submit", "--dance"), ("wait",), ("doctor", "--port", "1")]
+)
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == Exit.USAGE
+
+
+# ---- operations ----
+
+
+def test_submit_sends_what_was_asked(server: Server) -> None:
+    options = ["--id", "op-1", "--extra-key", "k", "--cache-salt", "s", "--ttl", "5", "--namespace", "n"]
+    result = run("submit", "--text", "hello", *options)
+    assert result.exit_code == Exit.OK
+    assert server.bodies == [
+        {
+            "action": "submit",
+            "text": "hello",
+            "operation_id": "op-1",
+            "extra_key": "k",
+            "cache_salt": "s",
+            "ttl_s": 5.0,
+            "namespace": "n",
+        }
+    ]
+    assert "op-1" in result.stdout
+    assert "1000 tokens, 992 in whole pages" in result.stdout
+
+
+def test_submit_reads_files_and_stdin(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("größer")
+    (tmp_path / "ids").write_text("[1, 2]")
+    assert run("submit", "--text-file", str(tmp_path / "text")).exit_code == Exit.OK
+    assert run("submit", "--ids-file", str(tmp_path / "ids")).exit_code == Exit.OK
+    assert run("submit", "--text-file", "-", stdin="from stdin").exit_code == Exit.OK
+    assert [body.get("text") or body["input_ids"] for body in server.bodies] == [
+        "größer",
+        [1, 2],
+        "from stdin",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        ((), None, "exactly one"),
+        (("--text", "a", "--text-file", "-"), "a", "exactly one"),
+        (("--text-file", "/no/such/file"), None, "/no/such/file"),
+        (("--text-file", "-"), b"\xff", "UTF-8"),
+        (("--ids-file", "-"), "1 2 3", "JSON list"),
+        (("--ids-file", "-"), '["one"]', "JSON list"),
+        (("--text", "a", "--ttl", "soon"), None, "--ttl"),
+        (("--text", "a", "--url", "server:1"), None, "no URL of a server"),
+        (("--text", "a", "--api-key", "ключ"), None, "API key"),
+        (("--text", "\udcff"), None, "not text"),
+    ],
+)
+def test_submits_that_are_not_sent(
+    server: Server, arguments: tuple[str, ...], stdin: str | bytes | None, says: str
+) -> None:
+    result = run("submit", *arguments, stdin=stdin)
+    assert result.exit_code == Exit.USAGE
+    assert says in words(result.stderr)
+    assert not server.bodies
+
+
+def test_the_server_and_its_key_come_from_the_environment(server: Server) -> None:
+    environ = {"TOOLGAP_URL": "http://elsewhere:1", "TOOLGAP_API_KEY": "key"}
+    assert run("cancel", "op-1", environ=environ).exit_code == Exit.OK
+    assert server.bodies == [{"action": "cancel", "operation_id": "op-1"}]
+    assert server.headers[0]["Host"] == "elsewhere:1"
+    assert server.headers[0]["Authorization"] == "Bearer key"
+
+
+def test_json_is_the_servers_reply(server: Server) -> None:
+    result = run("status", "op-1", "--json")
+    assert msgspec.json.decode(result.stdout, type=OperationStatus) == RESTORED
+
+
+def test_status_without_an_id_shows_all(server: Server) -> None:
+    overview = Overview(active=[operation()], recent=[RESTORED], engine=ENGINE)
+    server.reply = lambda _: reply(overview)
+    result = run("status")
+    assert server.bodies == [{"action": "status"}]
+    assert "1 active of 16, 1 recent" in words(result.stdout)
+    assert "op-1 restored complete 1000 0 0 0.250" in words(result.stdout)
+    assert msgspec.json.decode(run("status", "--json").stdout, type=Overview) == overview
+
+
+def test_an_empty_overview(server: Server) -> None:
+    server.reply = lambda _: reply(Overview(active=[], recent=[], engine=ENGINE))
+    assert "0 active" in run("status").stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [
+        (RESTORED, Exit.OK),
+        (operation(State.PARTIAL, Reason.STORAGE_SHORTFALL), Exit.FAILED),
+        (operation(State.MISS, Reason.NOT_IN_STORAGE), Exit.FAILED),
+    ],
+)
+def test_wait_succeeds_only_if_all_was_restored(
+    server: Server, outcome: OperationStatus, status: Exit
+) -> None:
+    server.reply = lambda _: reply(outcome)
+    result = run("wait", "op-1")
+    assert result.exit_code == status
+    assert outcome.state in result.stdout
+
+
+def test_a_wait_that_is_over_too_soon(server: Server) -> None:
+    server.reply = lambda _: reply(operation())
+    result = run("wait", "op-1", "--timeout", "0")
+    assert result.exit_code == Exit.FAILED
+    assert "still restoring" in result.stderr
+
+
+def test_a_refusal_says_what_and_when_to_try_again(server: Server) -> None:
+    error = Error(code=Code.TOO_MANY_OPERATIONS, message="16 operations are active", retry_after_s=0.5)
+    server.reply = lambda _: reply(ErrorReply(error=error), 429)
+    result = run("submit", "--text", "a")
+    assert result.exit_code == Exit.REFUSED
+    assert "429 too_many_operations" in words(result.stderr)
+    assert "16 operations are active" in words(result.stderr)
+    assert "0.5 s" in words(result.stderr)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("response", "status"),
+    [
+        (httpx.Response(401, json={"error": "Unauthorized"}), Exit.REFUSED),
+        (httpx.Response(404, json={"detail": "Not Found"}), Exit.UNREACHABLE),
+        (httpx.Response(502), Exit.UNREACHABLE),
+    ],
+)
+def test_replies_that_are_not_toolgaps(server: Server, response: httpx.Response, status: Exit) -> None:
+    server.reply = lambda _: response
+    assert run("status").exit_code == status
+
+
+def test_nobody_listens(unused_port: int) -> None:
+    result = run("status", "--url", f"http://127.0.0.1:{unused_port}")
+    assert result.exit_code == Exit.UNREACHABLE
+    assert "no answer from" in words(result.stderr)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port that refuses connections: it was ours a moment ago, and the system hands out others first."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_fault_of_ours_is_a_sentence_and_a_traceback_only_on_request(server: Server) -> None:
+    def fail(_: dict[str, Any]) -> httpx.Response:
+        raise RuntimeError("oh")
+
+    server.reply = fail
+    result = run("status")
+    assert result.exit_code == Exit.FAULT
+    assert "RuntimeError: oh" in words(result.stderr)
+    assert "Traceback" not in result.output
+    assert isinstance(run("status", environ={"TOOLGAP_DEBUG": "1"}).exception, RuntimeError)
+
+
+# ---- serve ----
+
+
+def test_serve_has_an_option_for_every_setting() -> None:
+    listed = words(run("serve", "--help", environ={"COLUMNS": "200"}).stdout)
+    for field in fields(Settings):
+        assert f"--{field.name.replace('_', '-')} " in listed
+        assert variable(field.name) in listed
+
+
+def test_serve_prints_what_it_would_run() -> None:
+    result = run("serve", "--print", "--max-operations", "4", "--no-join", "--", "--model-path", "m", "-x")
+    assert result.exit_code == Exit.OK
+    assert "TOOLGAP_MAX_OPERATIONS=4" in result.stdout
+    assert "TOOLGAP_JOIN=False" in result.stdout
+    assert result.stdout.rstrip().endswith("-m sglang.launch_server --model-path m -x")
+
+
+def test_serve_prints_the_cpu_model_without_making_it(tmp_path: Path) -> None:
+    result = run("serve", "--print", "--cpu", environ={"XDG_CACHE_HOME": str(tmp_path)})
+    assert result.exit_code == Exit.OK
+    assert f"--model-path {tmp_path}" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_serve_becomes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "require_sglang", lambda: None)
+    launched = []
+    monkeypatch.setattr("os.execvpe", lambda *arguments: launched.append(arguments))
+    assert run("serve", "--max-outcomes", "3", "--model", "m").exit_code == Exit.OK
+    [(file, command, environment)] = launched
+    assert (file, command[1:]) == (sys.executable, ["-m", "sglang.launch_server", "--model-path", "m"])
+    assert environment["TOOLGAP_MAX_OUTCOMES"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--max-operations", "0"), "TOOLGAP_MAX_OPERATIONS"),
+        (("--model", "a", "--", "--model", "b"), "twice"),
+        (("--max-operations", "four"), "--max-operations"),
+    ],
+)
+def test_serve_with_what_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr(serve, "require_sglang", lambda: None)
+    result = run("serve", *arguments)
+    assert result.exit_code == Exit.USAGE
+    assert says in words(result.stderr)
+
+
+def test_serve_without_sglang_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    result = run("serve", "--", "--model-path", "m")
+    assert result.exit_code == Exit.USAGE
+    assert "pip install 'toolgap[sglang]'" in words(result.stderr)
+
+
+# ---- doctor ----
+
+SOUND = Installation("0.5.23", [], ["toolgap"])
+
+
+def examine(
+    monkeypatch: pytest.MonkeyPatch, *arguments: str, installation: Installation = SOUND, **environ: str
+) -> Result:
+    monkeypatch.setattr(doctor, "inspect_installation", lambda: installation)
+    return run("doctor", *arguments, environ={"SGLANG_PLUGINS": "", **environ})
+
+
+def test_doctor_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = examine(monkeypatch)
+    assert result.exit_code == Exit.OK
+    assert "No problems." in result.stdout
+
+
+def test_doctor_finds_a_problem_and_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = examine(monkeypatch, installation=SOUND._replace(sglang_version=None))
+    assert result.exit_code == Exit.FAILED
+    assert "Mend: pip install 'toolgap[sglang]'" in words(result.stdout)
+    assert "1 problem" in result.stdout
+
+
+def test_doctor_checks_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--prompt-tokens", "100", "--", "--enable-hierarchical-cache")
+    result = examine(monkeypatch, *arguments)
+    assert result.exit_code == Exit.FAILED
+    assert "No storage backend" in words(result.stdout)
+    assert "prefetch_threshold" in words(result.stdout)
+
+
+def test_doctor_speaks_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = examine(monkeypatch, "--json", "--", "--enable-hierarchical-cache")
+    findings = msgspec.json.decode(result.stdout, type=list[doctor.Finding])
+    assert doctor.has_problem(findings)
+    assert result.exit_code == Exit.FAILED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--url", "http://server:1", "--", "--tp-size", "2"),
+        ("--prompt-tokens", "100"),
+        ("--prompt-tokens", "0", "--url", "http://server:1"),
+        ("--url", "server"),
+    ],
+)
+def test_doctor_with_options_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    assert examine(monkeypatch, *arguments).exit_code == Exit.USAGE
+
+
+def test_doctor_asks_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(url: str, api_key: str | None) -> doctor.ServerAnswers:
+        assert (url, api_key) == ("http://server:1", "key")
+        return doctor.ServerAnswers(url, 404, None, 404, None, None)
+
+    monkeypatch.setattr(doctor, "ask_server", ask)
+    result = run("doctor", "--url", "http://server:1", "--api-key", "key")
+    assert result.exit_code == Exit.FAILED
+    assert "2 problems" in result.stdout
+
+
+def test_doctor_asks_nobody(unused_port: int) -> None:
+    assert run("doctor", "--url", f"http://127.0.0.1:{unused_port}").exit_code == Exit.UNREACHABLE
+
+
+# ---- demo ----
+
+
+@pytest.mark.parametrize("status", [0, 1, 130])
+def test_demo_passes_its_options_on_and_its_status_back(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    called = []
+
+    def play(*args: Any, **kwargs: Any) -> int:
+        called.append((args, kwargs))
+        return status
+
+    monkeypatch.setattr(demo, "run", play)
+    options = ["--prompt-tokens", "700", "--trials", "2", "--output", "out", "--model", "m", "--cpu"]
+    assert run("demo", *options).exit_code == status
+    assert called == [((700, 2, Path("out")), {"model": "m", "url": None, "cpu": True})]
