@@ -159,7 +159,8 @@ class OperationLog:
     def end(self, operation: Operation, state: State, reason: Reason) -> None:
         """Give an active operation its outcome: terminal, once, remembered among the recent ones."""
         assert state.terminal
-        assert self.active.pop(operation.operation_id) is operation
+        active = self.active.pop(operation.operation_id)
+        assert active is operation
         operation.state, operation.reason = state, reason
         operation.ended_at = self.clock()
         operation.following = False

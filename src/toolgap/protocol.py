@@ -4,6 +4,7 @@ A request body is one JSON object whose ``action`` is ``submit``, ``status`` or 
 an :class:`OperationStatus`, an :class:`Overview` (status without an id) or ``{"error": Error}``.
 """
 
+import json
 import math
 import re
 from enum import StrEnum
@@ -47,7 +48,7 @@ STATES: dict[State, str] = {
     State.MISS: "Nothing of the prefix was resident or restorable when it ended.",
     State.CANCELLED: "Stopped by a client or by the server; what had landed stays ordinary L2.",
     State.EXPIRED: "Its TTL passed before it ended; what had landed stays ordinary L2.",
-    State.FAILED: "A fault ended it and nothing of the prefix is resident.",
+    State.FAILED: "A fault ended it; inserted_tokens tells what had landed.",
 }
 
 
@@ -188,7 +189,7 @@ OperationId = Annotated[
     Meta(
         min_length=1,
         max_length=128,
-        pattern=r"^[A-Za-z0-9._:-]+$",
+        pattern=r"^[A-Za-z0-9._:-]+\Z",
         description="Letters, digits, `.`, `_`, `:`, `-`; at most 128 of them.",
     ),
 ]
@@ -243,8 +244,8 @@ UNSUPPORTED_FIELDS: dict[str, str] = {
     "video_data": "multimodal input",
     "audio_data": "multimodal input",
     "routed_dp_rank": "data parallelism",
-    "target": "promotion to the device",
-    "lease_s": "leases",
+    "target": "promoting to the device",
+    "lease_s": "a lease",
 }
 
 
@@ -272,8 +273,8 @@ Command = Submit | Status | Cancel
 class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
     """One operation, active or ended. Counts are of tokens; times are in seconds."""
 
-    operation_id: str
-    state: State
+    operation_id: Annotated[str, Meta(description="The caller's or the server's choice.")]
+    state: Annotated[State, Meta(description="See the states below.")]
     reason: Annotated[Reason | None, Meta(description="Set once the operation has ended.")] = None
     requested_tokens: Annotated[int, Meta(description="Length of the prefix that was submitted.")]
     aligned_tokens: Annotated[int, Meta(description="Its whole pages: all that a cache can hold.")]
@@ -293,7 +294,7 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
         bool, Meta(description="It waits for a read of the same pages that another one started.")
     ] = False
     stopping: Annotated[bool, Meta(description="A cancel or expiry is taking effect.")] = False
-    ttl_s: float
+    ttl_s: Annotated[float, Meta(description="Time after which its pending work is stopped.")]
     elapsed_s: Annotated[float, Meta(description="From acceptance to now, or to its end.")]
     namespace: Annotated[str, Meta(description="Fingerprint of what its KV is valid for.")]
 
@@ -301,37 +302,39 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
 class EngineStatus(msgspec.Struct, kw_only=True):
     """The engine, as far as restores depend on it. Counts are of tokens unless named otherwise."""
 
-    namespace: str
-    storage_backend: str | None
-    prefetch_policy: str
+    namespace: Annotated[str, Meta(description="Fingerprint of what this server's KV is valid for.")]
+    storage_backend: Annotated[str | None, Meta(description="Name of the attached backend.")]
+    prefetch_policy: Annotated[
+        str, Meta(description="SGLang's rule for how long a request waits for its own storage read.")
+    ]
     prefetch_threshold_tokens: Annotated[int, Meta(description="Shorter spans are never read.")]
     page_tokens: Annotated[int, Meta(description="Tokens a page.")]
-    host_total_tokens: int
-    host_free_tokens: int
+    host_total_tokens: Annotated[int, Meta(description="Capacity of host memory (L2).")]
+    host_free_tokens: Annotated[int, Meta(description="Its unused part.")]
     prefetch_capacity_tokens: Annotated[int, Meta(description="SGLang's limit for all reads in flight.")]
     prefetch_occupied_tokens: Annotated[int, Meta(description="Spans of all reads in flight.")]
     prefetch_retries_pending: Annotated[int, Meta(description="Requests that will ask storage again.")]
     reads_in_flight: Annotated[int, Meta(description="Reads of operations and of ordinary requests.")]
-    max_operations: int
+    max_operations: Annotated[int, Meta(description="Operations at once.")]
     max_operation_tokens: Annotated[int, Meta(description="Operations' share of host memory.")]
     waiting_joins: Annotated[int, Meta(description="Requests that wait for an operation now.")]
     stalled_reads: Annotated[int, Meta(description="Storage calls that were given up and have not returned.")]
-    paused: bool
+    paused: Annotated[bool, Meta(description="Generation is paused: submits are refused.")]
 
 
 class Overview(msgspec.Struct, kw_only=True):
     """Reply to a status without an id."""
 
-    active: list[OperationStatus]
+    active: Annotated[list[OperationStatus], Meta(description="Operations that have not ended.")]
     recent: Annotated[list[OperationStatus], Meta(description="Outcomes, newest first.")]
-    engine: EngineStatus
+    engine: Annotated[EngineStatus, Meta(description="What restores depend on.")]
 
 
 class Error(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why a call was refused, and what to do."""
 
-    code: Code
-    message: str
+    code: Annotated[Code, Meta(description="See the codes below.")]
+    message: Annotated[str, Meta(description="What is wrong and what to do, for a person.")]
     field: Annotated[str | None, Meta(description="The field of the request that is wrong.")] = None
     retry_after_s: Annotated[
         float | None, Meta(description="Worth trying again after this; absent if not.")
@@ -377,8 +380,16 @@ def decode_command(body: bytes) -> Command:
         command = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
+    except RecursionError:
+        raise Refused(Code.MALFORMED_JSON, "the body is nested too deeply") from None
     except msgspec.DecodeError as error:
-        command = _decode_with_non_finite_numbers(body, str(error))
+        _name_the_field_that_is_no_number(body)
+        raise Refused(Code.MALFORMED_JSON, f"the body is not JSON: {error}") from None
+    _check(command)
+    return command
+
+
+def _check(command: Command) -> None:
     match command:
         case Submit():
             _check_submit(command)
@@ -392,40 +403,38 @@ def decode_command(body: bytes) -> Command:
             raise Refused(Code.INVALID_FIELD, "wait_s needs an operation_id", field="wait_s")
         case _:
             pass
-    return command
 
 
-def _decode_with_non_finite_numbers(body: bytes, complaint: str) -> Command:
-    # Python's json writes NaN and Infinity, which are no JSON: read them, so that the reply can name the field.
-    import json
-
+def _name_the_field_that_is_no_number(body: bytes) -> None:
+    """Refuse a body that is JSON but for NaN or Infinity, which Python's json writes, by its field."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refused(Code.MALFORMED_JSON, f"the body is not JSON: {complaint}") from None
-    try:
-        return msgspec.convert(value, Command)  # type: ignore[no-any-return]
+        value = json.loads(body.decode())
+        _check(msgspec.convert(value, Command))
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
+    except (ValueError, RecursionError):
+        return
 
 
 def _invalid(complaint: str) -> Refused:
     """Turn msgspec's "... - at `$.field[0]`" into a refusal that names the field."""
+    # A lone surrogate may stand in a JSON key, but not in the UTF-8 of a reply.
+    complaint = complaint.encode(errors="replace").decode()
     message, _, place = complaint.partition(" - at `")
     field = place.rstrip("`").removeprefix("$").removeprefix(".") or None
-    if named := re.search(r"field `(\w+)`", message):
+    if named := re.search(r"field `([^`]+)`", message):
         field = named[1]
+    if field is None:
+        return Refused(Code.MALFORMED_JSON, f"the body is not a JSON object: {message}")
     if "Invalid value" in message and field == "action":
-        message = "action must be submit, status or cancel"
+        message = "must be submit, status or cancel"
     return Refused(Code.INVALID_FIELD, f"{field}: {message}" if place else message, field=field)
 
 
 def _check_submit(submit: Submit) -> None:
     for field, what in UNSUPPORTED_FIELDS.items():
         if getattr(submit, field) not in (UNSET, None):
-            raise Refused(
-                Code.NOT_SUPPORTED, f"{field}: {what} is not supported by this release", field=field
-            )
+            raise Refused(Code.NOT_SUPPORTED, f"{field}: this release does not support {what}", field=field)
     if (submit.input_ids is None) == (submit.text is None):
         raise Refused(Code.INVALID_FIELD, "give exactly one of input_ids and text", field="input_ids")
     if submit.input_ids is not None and not submit.input_ids:

@@ -97,17 +97,14 @@ def _parse(name: str, text: str, kind: type, bounds: Mapping[str, Any]) -> bool 
         return _BOOLEANS[text.lower()]
     try:
         value: int | float = int(text) if kind is int else float(text)
-    except ValueError:
+        finite = math.isfinite(value)
+    except (ValueError, OverflowError):
         raise SettingsError(
             f"{variable(name)}={text!r}: write {'a whole number' if kind is int else 'a number'}"
         ) from None
     low, high = bounds["low"], bounds["high"]
-    if (
-        not (low < value if bounds["above"] else low <= value)
-        or not value <= high
-        or not math.isfinite(value)
-    ):
+    if not (finite and (low < value if bounds["above"] else low <= value) and value <= high):
         least = f"more than {low:g}" if bounds["above"] else f"at least {low:g}"
-        most = "" if math.isinf(high) else f" and at most {high:g}"
+        most = " and finite" if math.isinf(high) else f" and at most {high:g}"
         raise SettingsError(f"{variable(name)}={text!r}: must be {least}{most}")
     return value

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from harness import Server
+
 from toolgap.cpu.model import build_tiny_model
 
 Prompt = Callable[[int], list[int]]

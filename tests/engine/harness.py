@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
+
 from toolgap.client import Toolgap
 from toolgap.cpu.launch import cpu_arguments, cpu_environment
-
 from toolgap.protocol import OperationStatus
 
 T = TypeVar("T")

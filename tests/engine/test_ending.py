@@ -8,8 +8,8 @@ import httpx
 import pytest
 from conftest import Prompt
 from harness import PAGE, Server, until
-from toolgap.client import ToolgapError
 
+from toolgap.client import ToolgapError
 from toolgap.protocol import OperationStatus, Reason, State
 
 pytestmark = pytest.mark.engine

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from conftest import Prompt
 from harness import PAGE, Server, until
-from toolgap.client import ToolgapError
 
+from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State
 
 pytestmark = pytest.mark.engine

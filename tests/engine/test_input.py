@@ -21,7 +21,7 @@ IDS = [1, 2, 3]
         (b"", Code.MALFORMED_JSON, None),
         (b"{", Code.MALFORMED_JSON, None),
         (b"\xff\xfe", Code.MALFORMED_JSON, None),
-        ([], Code.INVALID_FIELD, None),
+        ([], Code.MALFORMED_JSON, None),
         ({}, Code.INVALID_FIELD, "action"),
         ({"action": "explode"}, Code.INVALID_FIELD, "action"),
         ({"action": "submit"}, Code.INVALID_FIELD, "input_ids"),

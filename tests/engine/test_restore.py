@@ -1,5 +1,7 @@
 """The restore: what lands, what the continuation then uses, and what the outcome says."""
 
+from typing import Any
+
 import pytest
 from conftest import Prompt
 from harness import PAGE, Server
@@ -115,14 +117,13 @@ def test_what_storage_lacks_is_a_miss(server: Server, prompt: Prompt) -> None:
 @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
 def test_another_namespace_restores_nothing(server: Server, prompt: Prompt, field: str) -> None:
     prefix = prompt(20 * PAGE)
-    server.store(prefix + [5], **{field: "mine"})
+    mine: dict[str, Any] = {field: "mine"}
+    server.store(prefix + [5], **mine)
     other = server.ended(server.toolgap.submit(input_ids=prefix).operation_id)
     assert (other.state, other.read_tokens) == (State.MISS, 0)
-    same = server.ended(
-        server.call(action="submit", input_ids=prefix, **{field: "mine"}).json()["operation_id"]
-    )
+    same = server.ended(server.call(action="submit", input_ids=prefix, **mine).json()["operation_id"])
     assert (same.state, same.read_tokens) == (State.RESTORED, 20 * PAGE)
-    assert server.generate(prefix + [5], **{field: "mine"}).sources == (0, 20 * PAGE, 0)
+    assert server.generate(prefix + [5], **mine).sources == (0, 20 * PAGE, 0)
 
 
 def test_restored_pages_are_ordinary_host_memory(server: Server, prompt: Prompt) -> None:

@@ -63,7 +63,9 @@ def test_another_release_of_sglang_leaves_the_server_without_the_endpoint(
 
 def test_a_scheduler_without_hooks_keeps_the_route_shut(model: Path, tmp_path: Path, prompt: Prompt) -> None:
     """The handshake: an order to a scheduler that does not know it would end it."""
-    with Server(model, tmp_path, spawn=True, environment={"TOOLGAP_PROBE_CHANGE_IN_SCHEDULER": METHOD}) as server:
+    with Server(
+        model, tmp_path, spawn=True, environment={"TOOLGAP_PROBE_CHANGE_IN_SCHEDULER": METHOD}
+    ) as server:
         reply = server.call(action="submit", input_ids=[1, 2, 3])
         assert (reply.status_code, reply.json()["error"]["code"]) == (501, Code.NOT_SUPPORTED)
         assert "did not announce" in reply.json()["error"]["message"]

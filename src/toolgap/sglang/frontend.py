@@ -204,10 +204,10 @@ class Frontend:
         try:
             reply = await self._dispatch(request)
         except Refused as refusal:
-            body = msgspec.json.encode(ErrorReply(error=refusal.error))
-            reply = HicachePrefetchReqOutput(
-                status=refusal.status, body=body, retry_after_s=refusal.error.retry_after_s
-            )
+            reply = _refusal(refusal)
+        except Exception:
+            logger.exception("toolgap: a call failed")
+            reply = _refusal(Refused(Code.INTERNAL_ERROR, "a fault in toolgap; see the server's log"))
         headers = (
             {} if reply.retry_after_s is None else {"Retry-After": str(max(1, round(reply.retry_after_s)))}
         )
@@ -295,6 +295,14 @@ class Frontend:
                 news: HicachePrefetchReqOutput = ended.result()
                 return news
             return await self.replies.ask(Describe(operation_id=operation_id))
+
+
+def _refusal(refusal: Refused) -> HicachePrefetchReqOutput:
+    return HicachePrefetchReqOutput(
+        status=refusal.status,
+        body=msgspec.json.encode(ErrorReply(error=refusal.error)),
+        retry_after_s=refusal.error.retry_after_s,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -215,10 +215,19 @@ def change_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) 
 def clear_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Around clearing storage: end operations that read what is about to go."""
     _quiesce(Reason.STORAGE_REPLACED)
-    output = original(scheduler, recv_req)
-    if _restorer is not None and output.success:
+    return original(scheduler, recv_req)
+
+
+def storage_cleared(cleared: bool, _cache: Any) -> None:  # noqa: FBT001 - SGLang's result
+    """After `UnifiedRadixCache.clear_storage_backend`, the only one that tells whether it was cleared."""
+    if _restorer is not None and cleared:
         _restorer.storage_changed(cleared=True)
-    return output
+
+
+def weight_version_changed(_result: Any, _scheduler: Any, _new_version: str | None) -> None:
+    """After the operator named the weights anew: the namespace has another fingerprint."""
+    if _restorer is not None:
+        _restorer.namespace_changed()
 
 
 def _quiesce(reason: Reason) -> None:

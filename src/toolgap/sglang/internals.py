@@ -39,6 +39,8 @@ FLUSH_CACHE = f"{_SCHEDULER}.flush_cache"
 SCHEDULER_ATTACH = f"{_SCHEDULER}.attach_hicache_storage_wrapped"
 SCHEDULER_DETACH = f"{_SCHEDULER}.detach_hicache_storage_wrapped"
 SCHEDULER_CLEAR = f"{_SCHEDULER}.clear_hicache_storage_wrapped"
+WEIGHT_VERSION = f"{_SCHEDULER}.record_weight_version_change"
+CACHE_CLEAR = f"{_CACHE}.clear_storage_backend"
 UPDATE_WEIGHTS = tuple(
     f"{_WEIGHTS}.{name}"
     for name in (
@@ -94,6 +96,8 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
     SCHEDULER_ATTACH: ("self", "recv_req"),
     SCHEDULER_DETACH: ("self", "recv_req"),
     SCHEDULER_CLEAR: ("self", "recv_req"),
+    WEIGHT_VERSION: ("self", "new_version"),
+    CACHE_CLEAR: ("self",),
     f"{_SCHEDULER}._prefetch_kvcache": ("self", "req", "storage_hit_end"),
     f"{_SCHEDULER}.is_fully_idle": ("self", "for_health_check", "ignore_waiting"),
     f"{_SCHEDULER}.send_control_output": ("self", "output", "recv_req"),

@@ -87,6 +87,8 @@ def _hooks() -> list[Hook]:
         Hook(internals.SCHEDULER_ATTACH, "around", hooks.change_storage),
         Hook(internals.SCHEDULER_DETACH, "around", hooks.change_storage),
         Hook(internals.SCHEDULER_CLEAR, "around", hooks.clear_storage),
+        Hook(internals.CACHE_CLEAR, "after", hooks.storage_cleared),
+        Hook(internals.WEIGHT_VERSION, "after", hooks.weight_version_changed),
         Hook(internals.BEGIN_WEIGHT_UPDATE, "around", hooks.update_weights),
         *(Hook(target, "around", hooks.update_weights) for target in internals.UPDATE_WEIGHTS),
         Hook(internals.RELEASE_MEMORY, "around", hooks.release_memory),

@@ -313,7 +313,9 @@ class Restorer:
         work.attempts += 1
         match = engine.match(work.prefix)
         missing_tokens = operation.aligned_tokens - match.resident_tokens
-        if missing_tokens <= 0:
+        if operation.aligned_tokens == 0:
+            self._end(work, State.MISS, Reason.BELOW_THRESHOLD)
+        elif missing_tokens <= 0:
             nothing_read = operation.resident_tokens >= operation.aligned_tokens
             self._end(work, State.RESTORED, Reason.ALREADY_RESIDENT if nothing_read else Reason.COMPLETE)
         elif missing_tokens < engine.prefetch_threshold_tokens:
@@ -489,11 +491,7 @@ class Restorer:
             operation.joined_requests,
             (operation.ended_at or 0.0) - operation.accepted_at,
         )
-        status = operation.status(self.clock())
-        news = HicachePrefetchReqOutput(
-            status=200, body=_to_json(status), operation_id=operation.operation_id, ended=True
-        )
-        self.engine.send(news, work.request)
+        self._tell(work)
         waiting = set(work.joined)
         for handle in waiting:
             self.joins.pop(handle, None)
@@ -509,6 +507,14 @@ class Restorer:
         self.engine.refetch(
             waiting if known_end_tokens is None else set(self._still_missing(waiting, work, known_end_tokens))
         )
+
+    def _tell(self, work: Work) -> None:
+        """Send the outcome to those who wait for it in the HTTP process."""
+        status = work.operation.status(self.clock())
+        news = HicachePrefetchReqOutput(
+            status=200, body=_to_json(status), operation_id=status.operation_id, ended=True
+        )
+        self.engine.send(news, work.request)
 
     def _resume(self, follower: Work, leader: Work, known_end_tokens: int | None) -> None:
         """An operation's leader ended: read the rest, unless storage is known to lack it."""
@@ -648,6 +654,7 @@ class Restorer:
                 logger.exception("toolgap: could not end the read of %s", work.operation.operation_id)
             if work.operation.ended_at is None:
                 self.log.end(work.operation, State.FAILED, Reason.INTERNAL_ERROR)
+                self._tell(work)
         self.work.clear()
         self.joins.clear()
         self.engine.own_tokens = 0
@@ -664,15 +671,19 @@ class Restorer:
                 self._end(work, State.CANCELLED, Reason.FLUSHED)
         self.joins.clear()
 
+    def namespace_changed(self) -> None:
+        """Something that the namespace is made of changed."""
+        self._namespace = None
+
     def weights_changed(self) -> None:
         """KV in the cache and in storage may be of other weights from now on."""
         self.weights_epoch += 1
-        self._namespace = None
+        self.namespace_changed()
         self.stale_cache = self.stale_storage = True
 
     def storage_changed(self, *, cleared: bool) -> None:
         """The storage backend was attached, detached or cleared."""
-        self._namespace = None
+        self.namespace_changed()
         self.storage_was_replaced = True
         if cleared and not self.stale_cache:
             self.stale_storage = False

@@ -1,0 +1,412 @@
+#!/usr/bin/env python3
+"""Writes the pages of docs/ that are made from the source, or with --check compares them with it.
+
+They are docs/http.md, from toolgap.protocol, and docs/settings.md, from toolgap.settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.inspect import (
+    AnyType,
+    BoolType,
+    EnumType,
+    FloatType,
+    IntType,
+    ListType,
+    Metadata,
+    NoneType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    type_info,
+)
+
+from toolgap.protocol import (
+    CODES,
+    PATH,
+    REASONS,
+    STATES,
+    UNSUPPORTED_FIELDS,
+    VERSION,
+    Cancel,
+    Code,
+    EngineStatus,
+    Error,
+    ErrorReply,
+    OperationStatus,
+    Overview,
+    Reason,
+    Refused,
+    State,
+    Status,
+    Submit,
+)
+from toolgap.settings import Settings, variable
+
+ROOT = Path(__file__).resolve().parent.parent
+URL = f"http://127.0.0.1:30000{PATH}"
+
+
+def generated_from(module: str) -> str:
+    return f"<!-- Made from {module} by scripts/docs.py: change it there, and run the script. -->"
+
+
+# ---- Markdown ----
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+def fence(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def prose(docstring: str | None) -> str:
+    """A docstring as Markdown: one line a paragraph, references to classes as links to their sections."""
+    text = inspect.cleandoc(docstring or "").replace("``", "`")
+    text = re.sub(r":class:`(\w+)`", lambda match: f"[`{match[1]}`](#{match[1].lower()})", text)
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+
+
+# ---- types ----
+
+
+class Described(NamedTuple):
+    """A field's type without its annotations."""
+
+    type: Type
+    description: str
+    nullable: bool
+
+
+def describe(kind: Type) -> Described:
+    """Strip annotations and null; what a field says comes before what its type says."""
+    if isinstance(kind, Metadata):
+        inner = describe(kind.type)
+        own = (kind.extra_json_schema or {}).get("description", "")
+        return inner._replace(description=f"{own} {inner.description}".strip())
+    if isinstance(kind, UnionType):
+        [inner_type] = [part for part in kind.types if not isinstance(part, NoneType)]
+        return describe(inner_type)._replace(nullable=True)
+    return Described(kind, "", nullable=False)
+
+
+def type_name(kind: Type) -> str:
+    described = describe(kind)
+    match described.type:
+        case StrType():
+            name = "string"
+        case BoolType():
+            name = "boolean"
+        case FloatType():
+            name = "number"
+        case IntType(ge=low, lt=high):
+            name = "integer" if low is None or high is None else f"integer, {low} to {high - 1}"
+        case EnumType(cls=cls):
+            name = f"[{cls.__name__.lower()}](#{ENUM_SECTIONS[cls]})"
+        case ListType(item_type=StructType(cls=cls)):
+            name = f"array of [`{cls.__name__}`](#{cls.__name__.lower()})"
+        case ListType(item_type=item):
+            name = f"array of {type_name(item).replace('integer', 'integers')}"
+        case StructType(cls=cls):
+            name = f"[`{cls.__name__}`](#{cls.__name__.lower()})"
+        case AnyType():
+            name = "any"
+        case other:
+            raise TypeError(f"no name for {other}")
+    return f"{name} or null" if described.nullable else name
+
+
+ENUM_SECTIONS: dict[type[Any], str] = {State: "states", Reason: "reasons", Code: "errors"}
+
+
+def request_table(command: type[msgspec.Struct]) -> str:
+    rows = [[code("action"), code(json.dumps(command.__struct_config__.tag)), "required", ""]]
+    for field in struct(command).fields:
+        if field.name not in UNSUPPORTED_FIELDS:
+            described = describe(field.type)
+            default = "required" if field.required else code(json.dumps(field.default))
+            rows.append([code(field.name), type_name(described.type), default, described.description])
+    return table(["field", "type", "default", "meaning"], rows)
+
+
+def reply_table(reply: type[msgspec.Struct], *, sent_always: bool = True) -> str:
+    rows = []
+    for field in struct(reply).fields:
+        described = describe(field.type)
+        kind = type_name(field.type if sent_always else described.type)
+        if not sent_always and not field.required:
+            kind += ", may be absent"
+        rows.append([code(field.name), kind, described.description])
+    return table(["field", "type", "meaning"], rows)
+
+
+def struct(cls: type[msgspec.Struct]) -> StructType:
+    found = type_info(cls)
+    assert isinstance(found, StructType)
+    return found
+
+
+# ---- examples ----
+
+
+def curl(body: dict[str, Any]) -> str:
+    return fence("sh", f"curl -s {URL} -d '{json.dumps(body)}'")
+
+
+def reply_of(reply: msgspec.Struct) -> str:
+    return fence("json", msgspec.json.format(msgspec.json.encode(reply), indent=2).decode())
+
+
+PAGE_TOKENS = 64
+NAMESPACE = "9f2c41d07be3a658"
+ACCEPTED = OperationStatus(
+    operation_id="turn-7",
+    state=State.QUERYING,
+    requested_tokens=8200,
+    aligned_tokens=8192,
+    resident_tokens=2048,
+    ttl_s=60.0,
+    elapsed_s=0.0,
+    namespace=NAMESPACE,
+)
+RESTORED = msgspec.structs.replace(
+    ACCEPTED,
+    state=State.RESTORED,
+    reason=Reason.COMPLETE,
+    found_tokens=6144,
+    read_tokens=6144,
+    inserted_tokens=6144,
+    elapsed_s=0.5,
+)
+CANCELLED = msgspec.structs.replace(ACCEPTED, state=State.RESTORING, found_tokens=6144, stopping=True)
+OVERVIEW = Overview(
+    active=[],
+    recent=[RESTORED],
+    engine=EngineStatus(
+        namespace=NAMESPACE,
+        storage_backend="file",
+        prefetch_policy="timeout",
+        prefetch_threshold_tokens=256,
+        page_tokens=PAGE_TOKENS,
+        host_total_tokens=262144,
+        host_free_tokens=131072,
+        prefetch_capacity_tokens=131072,
+        prefetch_occupied_tokens=0,
+        prefetch_retries_pending=0,
+        reads_in_flight=0,
+        max_operations=16,
+        max_operation_tokens=131072,
+        waiting_joins=0,
+        stalled_reads=0,
+        paused=False,
+    ),
+)
+REFUSED = Refused(
+    Code.HOST_BUDGET,
+    "active operations read into 126976 of 131072 tokens of host memory, and this one needs 6144",
+    retry_after_s=0.5,
+).error
+
+
+# ---- docs/http.md ----
+
+
+def http_page() -> str:
+    return "\n\n".join(
+        [
+            generated_from("src/toolgap/protocol.py"),
+            f"# HTTP reference: `POST {PATH}`",
+            "One endpoint on the SGLang server itself. A body is one JSON object, and its `action` says what to do: "
+            "[`submit`](#submit), [`status`](#status) or [`cancel`](#cancel). Every reply is a JSON object; one that "
+            f"is not 200 is an [error](#errors). This is version {VERSION} of the format.",
+            "The endpoint asks for the same key as SGLang's own `/hicache/*` routes: see "
+            "[authorisation](operating.md#authorisation). Field names carry their unit: `_tokens`, `_s` (seconds). "
+            "In the examples the prompt is cut short and all values are invented.",
+            *submit_section(),
+            *status_section(),
+            *cancel_section(),
+            *replies_section(),
+            *states_section(),
+            *errors_section(),
+        ]
+    )
+
+
+def submit_section() -> Iterator[str]:
+    yield "## submit"
+    yield prose(Submit.__doc__)
+    yield request_table(Submit)
+    yield (
+        f"`null` says the same as leaving a field out. Without `ttl_s`, `{variable('default_ttl_s')}` holds "
+        "([settings](settings.md)).\n\n"
+        "The same `operation_id` with the same prefix answers with the operation that has it, active or recent, and "
+        "starts nothing; to restore a prefix again, use a new id. A prefix that is resident ends at once, "
+        "`restored` with nothing read."
+    )
+    yield curl({"action": "submit", "operation_id": "turn-7", "input_ids": [151644, 8948, 198, 2610, 525]})
+    yield reply_of(ACCEPTED)
+    yield "These fields are known and answered with 501, so that nothing else is restored in their place:"
+    yield table(
+        ["field", "what is not supported"],
+        [[code(name), what] for name, what in UNSUPPORTED_FIELDS.items()],
+    )
+
+
+def status_section() -> Iterator[str]:
+    yield "## status"
+    yield prose(Status.__doc__)
+    yield request_table(Status)
+    yield (
+        "With an id the reply is an [`OperationStatus`](#operationstatus), without one an [`Overview`](#overview). "
+        "`wait_s` makes it a long poll. Asking never touches the cache, so it keeps nothing in memory."
+    )
+    yield curl({"action": "status", "operation_id": "turn-7", "wait_s": 30})
+    yield reply_of(RESTORED)
+    yield curl({"action": "status"})
+    yield reply_of(OVERVIEW)
+
+
+def cancel_section() -> Iterator[str]:
+    yield "## cancel"
+    yield prose(Cancel.__doc__)
+    yield request_table(Cancel)
+    yield (
+        "What has landed stays in host memory as ordinary cache. An operation that has ended is left as it is, and "
+        "its outcome is the reply."
+    )
+    yield curl({"action": "cancel", "operation_id": "turn-7"})
+    yield reply_of(CANCELLED)
+
+
+def replies_section() -> Iterator[str]:
+    yield "## Replies"
+    for reply in (OperationStatus, Overview, EngineStatus):
+        yield f"### {reply.__name__}"
+        yield prose(reply.__doc__)
+        yield reply_table(reply)
+
+
+def states_section() -> Iterator[str]:
+    yield "## States"
+    yield "An operation passes through the first two and ends in exactly one of the others, with a [reason](#reasons)."
+    yield table(
+        ["state", "", "meaning"],
+        [[code(state), "ended" if state.terminal else "active", text] for state, text in STATES.items()],
+    )
+    yield "## Reasons"
+    yield table(["reason", "meaning"], [[code(reason), text] for reason, text in REASONS.items()])
+
+
+def errors_section() -> Iterator[str]:
+    yield "## Errors"
+    yield f"{prose(ErrorReply.__doc__)} It has one field, `error`:"
+    yield reply_table(Error, sent_always=False)
+    yield (
+        "Where `retry_after_s` is given, the reply also has the header `Retry-After`, in whole seconds. A missing or "
+        'wrong key is answered by SGLang itself: 401 or 403 with `{"error": "Unauthorized"}` or '
+        '`{"error": "Forbidden"}`.'
+    )
+    yield reply_of(ErrorReply(error=REFUSED))
+    ordered = sorted(CODES.items(), key=lambda item: item[1][0])
+    yield table(
+        ["HTTP", "code", "meaning"],
+        [[f"{status.value} {status.phrase}", code(name), text] for name, (status, text) in ordered],
+    )
+
+
+# ---- docs/settings.md ----
+
+KINDS = {bool: "true or false", int: "whole number", float: "number"}
+
+
+def settings_page() -> str:
+    rows = [
+        [
+            code(variable(setting.name)),
+            code(
+                str(setting.default).lower()
+                if isinstance(setting.default, bool)
+                else f"{setting.default:.12g}"
+            ),
+            bounds(type(setting.default), setting.metadata),
+            setting.metadata["help"],
+        ]
+        for setting in fields(Settings)
+    ]
+    return "\n\n".join(
+        [
+            generated_from("src/toolgap/settings.py"),
+            "# Settings",
+            "The plugin reads these environment variables when the server starts. A variable that is unset or empty "
+            "keeps its default. `toolgap serve` has an option for each: `TOOLGAP_MAX_OPERATIONS` is "
+            "`--max-operations`. Names that end in `_S` are in seconds.",
+            "A value that cannot be used turns Toolgap off: the server starts without the endpoint, and its log names "
+            "the variable. `toolgap doctor` finds it before that.",
+            table(["variable", "default", "values", "meaning"], rows),
+            "True is written `true`, `yes`, `on` or `1`, and false `false`, `no`, `off` or `0`.",
+        ]
+    )
+
+
+def bounds(kind: type, limits: Any) -> str:
+    low, high, above = limits["low"], limits["high"], limits["above"]
+    if kind is bool:
+        return KINDS[kind]
+    least = f"more than {low:g}" if above else f"at least {low:g}"
+    return f"{KINDS[kind]}, {least}" if math.isinf(high) else f"{KINDS[kind]}, {least}, at most {high:g}"
+
+
+# ---- files ----
+
+PAGES = {"docs/http.md": http_page, "docs/settings.md": settings_page}
+
+
+def stale(root: Path) -> list[str]:
+    """Names of the pages that differ from what would be written."""
+    return [
+        name
+        for name, page in PAGES.items()
+        if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != page() + "\n"
+    ]
+
+
+def write(root: Path) -> None:
+    for name, page in PAGES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(page() + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated pages of docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
+    if not parser.parse_args(arguments).check:
+        write(root)
+        return 0
+    names = stale(root)
+    for name in names:
+        print(f"{name} is stale: run scripts/docs.py", file=sys.stderr)
+    return 1 if names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,469 @@
+"""What a request body may say: every refusal has a code, an HTTP status and the field that is wrong."""
+
+import json
+from http import HTTPStatus
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from toolgap.protocol import (
+    CODES,
+    MAX_TTL_S,
+    MAX_WAIT_S,
+    REASONS,
+    STATES,
+    UNSUPPORTED_FIELDS,
+    Cancel,
+    Code,
+    Command,
+    EngineStatus,
+    Error,
+    ErrorReply,
+    OperationStatus,
+    Overview,
+    Reason,
+    Refused,
+    State,
+    Status,
+    Submit,
+    decode_command,
+)
+
+IDS = [1, 2, 3]
+
+
+def body(action: str, **fields: Any) -> bytes:
+    return json.dumps({"action": action, **fields}).encode()
+
+
+def refusal(content: bytes) -> Refused:
+    with pytest.raises(Refused) as caught:
+        decode_command(content)
+    return caught.value
+
+
+# ---- what is accepted ----
+
+
+@pytest.mark.parametrize(
+    ("content", "command"),
+    [
+        (body("submit", input_ids=IDS), Submit(input_ids=IDS)),
+        (body("submit", text="a prompt"), Submit(text="a prompt")),
+        (body("submit", input_ids=[0, 2**31 - 1]), Submit(input_ids=[0, 2**31 - 1])),
+        (
+            body(
+                "submit", input_ids=IDS, operation_id="turn-7", extra_key="a", cache_salt="b", namespace="c"
+            ),
+            Submit(input_ids=IDS, operation_id="turn-7", extra_key="a", cache_salt="b", namespace="c"),
+        ),
+        (body("submit", input_ids=IDS, ttl_s=2), Submit(input_ids=IDS, ttl_s=2.0)),
+        (body("submit", input_ids=IDS, ttl_s=0.001), Submit(input_ids=IDS, ttl_s=0.001)),
+        (body("submit", input_ids=IDS, ttl_s=MAX_TTL_S), Submit(input_ids=IDS, ttl_s=MAX_TTL_S)),
+        (body("status"), Status()),
+        (body("status", operation_id="x"), Status(operation_id="x")),
+        (body("status", operation_id="x", wait_s=0), Status(operation_id="x", wait_s=0.0)),
+        (body("status", operation_id="x", wait_s=MAX_WAIT_S), Status(operation_id="x", wait_s=MAX_WAIT_S)),
+        (body("cancel", operation_id="x"), Cancel(operation_id="x")),
+        (b' \n{ "operation_id" : "x" , "action" : "cancel" }\n', Cancel(operation_id="x")),
+    ],
+)
+def test_a_well_formed_body_becomes_its_command(content: bytes, command: Command) -> None:
+    assert decode_command(content) == command
+
+
+def test_null_is_the_same_as_leaving_a_field_out() -> None:
+    optional = [name for name in Submit.__struct_fields__ if name not in ("input_ids", *UNSUPPORTED_FIELDS)]
+    sent = dict.fromkeys([*optional, *UNSUPPORTED_FIELDS])
+    command = decode_command(body("submit", input_ids=IDS, **sent))
+    assert isinstance(command, Submit)
+    assert [getattr(command, name) for name in optional] == [None] * len(optional)
+    assert decode_command(body("status", operation_id=None, wait_s=None)) == Status()
+
+
+@pytest.mark.parametrize("operation_id", ["x", "a" * 128, "turn-7", "A.b_c:d-9"])
+def test_an_operation_id_may_be_any_short_name(operation_id: str) -> None:
+    for content in (
+        body("submit", input_ids=IDS, operation_id=operation_id),
+        body("status", operation_id=operation_id),
+        body("cancel", operation_id=operation_id),
+    ):
+        assert decode_command(content).operation_id == operation_id
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b" \n", id="blank"),
+        pytest.param(b"{", id="truncated"),
+        pytest.param(b'{"action": "submit", "input_ids": [1, 2', id="truncated-ids"),
+        pytest.param(b'{"action": "status"} {"action": "status"}', id="two-objects"),
+        pytest.param(b'{"action": "status",}', id="trailing-comma"),
+        pytest.param(b"{'action': 'status'}", id="single-quotes"),
+        pytest.param(b"action=status", id="form"),
+        pytest.param(b"\xff\xfe", id="not-text"),
+        pytest.param(b'{"action": "submit", "text": "\xff"}', id="not-utf-8"),
+        pytest.param(b'{"action": "submit", "input_ids": [1], "ttl_s": NaNo}', id="not-quite-nan"),
+        pytest.param(b'{"action": "submit", "input_ids": [1], "ttl_s": .5}', id="no-leading-digit"),
+        pytest.param(b'{"action": "submit", "input_ids": [01]}', id="leading-zero"),
+    ],
+)
+def test_what_is_no_json_is_malformed(content: bytes) -> None:
+    refused = refusal(content)
+    assert (refused.error.code, refused.status, refused.error.field) == (Code.MALFORMED_JSON, 400, None)
+    assert "not JSON" in refused.error.message
+
+
+@pytest.mark.parametrize("content", [b"null", b"1", b'"submit"', b"[]", b"[NaN]", b"NaN", b"true"])
+def test_json_that_is_no_object_is_refused(content: bytes) -> None:
+    refused = refusal(content)
+    assert refused.status == 400
+    assert "object" in refused.error.message
+
+
+BAD_FIELDS = [
+    # the action
+    pytest.param({}, "action", id="no-action"),
+    pytest.param({"Action": "submit"}, "action", id="action-in-another-case"),
+    pytest.param({"action": None}, "action", id="action-null"),
+    pytest.param({"action": 1}, "action", id="action-number"),
+    pytest.param({"action": ["submit"]}, "action", id="action-array"),
+    pytest.param({"action": "SUBMIT"}, "action", id="action-upper-case"),
+    pytest.param({"action": "explode"}, "action", id="action-unknown"),
+    pytest.param({"action": ""}, "action", id="action-empty"),
+    # input_ids
+    pytest.param({"action": "submit", "input_ids": []}, "input_ids", id="ids-empty"),
+    pytest.param({"action": "submit", "input_ids": "1 2"}, "input_ids", id="ids-string"),
+    pytest.param({"action": "submit", "input_ids": 1}, "input_ids", id="ids-number"),
+    pytest.param({"action": "submit", "input_ids": {"0": 1}}, "input_ids", id="ids-object"),
+    pytest.param({"action": "submit", "input_ids": True}, "input_ids", id="ids-bool"),
+    pytest.param({"action": "submit", "input_ids": [[1, 2], [3]]}, "input_ids[0]", id="ids-batch"),
+    pytest.param({"action": "submit", "input_ids": [1, "2"]}, "input_ids[1]", id="id-string"),
+    pytest.param({"action": "submit", "input_ids": [1, None]}, "input_ids[1]", id="id-null"),
+    pytest.param({"action": "submit", "input_ids": [True]}, "input_ids[0]", id="id-bool"),
+    pytest.param({"action": "submit", "input_ids": [1, 2, 2.5]}, "input_ids[2]", id="id-fraction"),
+    pytest.param({"action": "submit", "input_ids": [2.0]}, "input_ids[0]", id="id-float"),
+    pytest.param({"action": "submit", "input_ids": [-1]}, "input_ids[0]", id="id-negative"),
+    pytest.param({"action": "submit", "input_ids": [2**31]}, "input_ids[0]", id="id-over-int32"),
+    pytest.param({"action": "submit", "input_ids": [2**64]}, "input_ids[0]", id="id-over-int64"),
+    pytest.param({"action": "submit", "input_ids": [1, -(10**400)]}, "input_ids[1]", id="id-astronomic"),
+    pytest.param({"action": "submit", "input_ids": [float("nan")]}, "input_ids[0]", id="id-nan"),
+    # text
+    pytest.param({"action": "submit", "text": ""}, "text", id="text-empty"),
+    pytest.param({"action": "submit", "text": 5}, "text", id="text-number"),
+    pytest.param({"action": "submit", "text": ["a"]}, "text", id="text-array"),
+    # exactly one of the two
+    pytest.param({"action": "submit"}, "input_ids", id="neither"),
+    pytest.param({"action": "submit", "input_ids": None, "text": None}, "input_ids", id="both-null"),
+    pytest.param({"action": "submit", "input_ids": IDS, "text": "a"}, "input_ids", id="both"),
+    pytest.param({"action": "submit", "input_ids": [], "text": "a"}, "input_ids", id="both-ids-empty"),
+    pytest.param({"action": "submit", "input_ids": IDS, "text": ""}, "input_ids", id="both-text-empty"),
+    # ttl_s
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": 0}, "ttl_s", id="ttl-zero"),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": -0.0}, "ttl_s", id="ttl-minus-zero"),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": -1}, "ttl_s", id="ttl-negative"),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": float("nan")}, "ttl_s", id="ttl-nan"),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": float("inf")}, "ttl_s", id="ttl-infinity"),
+    pytest.param(
+        {"action": "submit", "input_ids": IDS, "ttl_s": float("-inf")}, "ttl_s", id="ttl-minus-infinity"
+    ),
+    pytest.param(
+        {"action": "submit", "input_ids": IDS, "ttl_s": MAX_TTL_S + 0.5}, "ttl_s", id="ttl-too-long"
+    ),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": 10**400}, "ttl_s", id="ttl-astronomic"),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": "60"}, "ttl_s", id="ttl-string"),
+    pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": True}, "ttl_s", id="ttl-bool"),
+    # the other fields of submit
+    pytest.param({"action": "submit", "input_ids": IDS, "extra_key": 1}, "extra_key", id="extra-key-number"),
+    pytest.param(
+        {"action": "submit", "input_ids": IDS, "cache_salt": []}, "cache_salt", id="cache-salt-array"
+    ),
+    pytest.param({"action": "submit", "input_ids": IDS, "namespace": {}}, "namespace", id="namespace-object"),
+    # wait_s
+    pytest.param({"action": "status", "operation_id": "x", "wait_s": -1}, "wait_s", id="wait-negative"),
+    pytest.param(
+        {"action": "status", "operation_id": "x", "wait_s": MAX_WAIT_S + 1}, "wait_s", id="wait-too-long"
+    ),
+    pytest.param({"action": "status", "operation_id": "x", "wait_s": float("nan")}, "wait_s", id="wait-nan"),
+    pytest.param(
+        {"action": "status", "operation_id": "x", "wait_s": float("inf")}, "wait_s", id="wait-infinity"
+    ),
+    pytest.param({"action": "status", "operation_id": "x", "wait_s": "1"}, "wait_s", id="wait-string"),
+    pytest.param({"action": "status", "operation_id": "x", "wait_s": False}, "wait_s", id="wait-bool"),
+    pytest.param({"action": "status", "wait_s": 1}, "wait_s", id="wait-without-id"),
+    pytest.param({"action": "status", "wait_s": 0}, "wait_s", id="no-wait-without-id"),
+    # operation_id
+    pytest.param({"action": "cancel"}, "operation_id", id="cancel-without-id"),
+    pytest.param({"action": "cancel", "operation_id": None}, "operation_id", id="cancel-null"),
+    pytest.param({"action": "submit", "input_ids": IDS, "operation_id": 7}, "operation_id", id="id-number"),
+    # fields of another action, and of none
+    pytest.param({"action": "status", "input_ids": IDS}, "input_ids", id="status-with-ids"),
+    pytest.param({"action": "cancel", "operation_id": "x", "wait_s": 1}, "wait_s", id="cancel-with-wait"),
+    pytest.param({"action": "submit", "input_ids": IDS, "surprise": 1}, "surprise", id="unknown"),
+    pytest.param(
+        {"action": "submit", "input_ids": IDS, "inputIds": IDS}, "inputIds", id="unknown-in-another-case"
+    ),
+    pytest.param({"action": "status", "surprise": float("nan")}, "surprise", id="unknown-nan"),
+]
+
+
+@pytest.mark.parametrize(("sent", "field"), BAD_FIELDS)
+def test_a_bad_field_is_refused_and_named(sent: dict[str, Any], field: str) -> None:
+    refused = refusal(json.dumps(sent).encode())
+    assert (refused.error.code, refused.status, refused.error.field) == (Code.INVALID_FIELD, 400, field)
+    assert field.partition("[")[0] in refused.error.message
+    assert refused.error.retry_after_s is None
+
+
+@pytest.mark.parametrize("action", ["submit", "status", "cancel"])
+@pytest.mark.parametrize(
+    "operation_id", ["", "a" * 129, "a b", "a/b", "a\tb", "é", "a;b", "../x", "\N{ROBOT FACE}"]
+)
+def test_an_operation_id_with_other_characters_is_refused(action: str, operation_id: str) -> None:
+    ids = {"input_ids": IDS} if action == "submit" else {}
+    refused = refusal(body(action, operation_id=operation_id, **ids))
+    assert (refused.error.code, refused.error.field) == (Code.INVALID_FIELD, "operation_id")
+
+
+def test_the_wrong_value_is_repeated_to_the_caller() -> None:
+    assert "not -3" in refusal(body("submit", input_ids=IDS, ttl_s=-3)).error.message
+    assert "86400" in refusal(body("submit", input_ids=IDS, ttl_s=1e9)).error.message
+    assert "300" in refusal(body("status", operation_id="x", wait_s=301)).error.message
+    assert "submit, status or cancel" in refusal(body("explode")).error.message
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "", 0, 1, False, [], {}, [{"role": "user", "content": [1, None]}], 1.5]
+)
+@pytest.mark.parametrize("field", UNSUPPORTED_FIELDS)
+def test_a_field_of_a_later_release_is_named(field: str, value: Any) -> None:
+    for prefix in ({"input_ids": IDS}, {"text": "a"}, {}):
+        refused = refusal(body("submit", **prefix, **{field: value}))
+        assert (refused.error.code, refused.status, refused.error.field) == (Code.NOT_SUPPORTED, 501, field)
+        assert field in refused.error.message
+        assert UNSUPPORTED_FIELDS[field] in refused.error.message
+
+
+def test_every_field_of_submit_is_either_supported_or_named_as_unsupported() -> None:
+    unset = {name for name in Submit.__struct_fields__ if getattr(Submit(), name) is msgspec.UNSET}
+    assert unset == UNSUPPORTED_FIELDS.keys()
+
+
+@pytest.mark.parametrize("tools", [[[[[{}]]]], {"a": [{"b": None}] * 50}, [1e300, -0.0, "\x00", "\\"]])
+def test_nested_garbage_in_an_unsupported_field_is_not_looked_into(tools: Any) -> None:
+    assert refusal(body("submit", input_ids=IDS, tools=tools)).error.field == "tools"
+
+
+def test_non_finite_numbers_do_not_hide_another_error() -> None:
+    assert refusal(b'{"action": "submit", "ttl_s": NaN}').error.field == "input_ids"
+    assert refusal(b'{"action": "submit", "ttl_s": NaN, "x": 1, "input_ids": [1]}').error.field == "x"
+    assert refusal(b'{"action": "explode", "ttl_s": NaN}').error.field == "action"
+
+
+# ---- arbitrary input ----
+
+
+def decode_or_refuse(content: bytes) -> Command | Refused:
+    """The only two things that may come of a body; anything else propagates."""
+    try:
+        return decode_command(content)
+    except Refused as caught:
+        refused = caught
+    assert refused.error.code in (Code.MALFORMED_JSON, Code.INVALID_FIELD, Code.NOT_SUPPORTED)
+    assert refused.status == CODES[refused.error.code][0]
+    assert refused.status in (400, 501)
+    assert refused.error.message
+    reply = msgspec.json.encode(ErrorReply(error=refused.error))
+    assert msgspec.json.decode(reply, type=ErrorReply).error == refused.error
+    return refused
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = sorted({*Submit.__struct_fields__, *Status.__struct_fields__, *Cancel.__struct_fields__})
+VALUE: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just([[{}]])
+)
+IDENTIFIER = st.text("azAZ09._:-", min_size=1, max_size=130)
+FIELD = st.one_of(
+    st.tuples(st.sampled_from([*FIELDS, "surprise"]), VALUE),
+    st.tuples(st.just("operation_id"), IDENTIFIER),
+    st.tuples(st.just("input_ids"), st.lists(st.integers(-1, 2**31), min_size=1, max_size=3)),
+    st.tuples(st.just("ttl_s"), st.floats(-1, 90_000)),
+    st.tuples(st.just("wait_s"), st.floats(-1, 400)),
+)
+NEARLY = st.builds(
+    lambda action, fields: {"action": action} | dict(fields),
+    st.sampled_from(["submit", "status", "cancel"]) | VALUE,
+    st.lists(FIELD, max_size=4),
+)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+@example(b'{"action":"submit","input_ids":[' + b"9" * 5000 + b"]}")
+@example(b'{"action":"submit","input_ids":[1],"ttl_s":1e999}')
+def test_arbitrary_bytes_are_decoded_or_refused(content: bytes) -> None:
+    decode_or_refuse(content)
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_arbitrary_json_is_refused(value: Any) -> None:
+    assert isinstance(decode_or_refuse(json.dumps(value).encode()), Refused)
+
+
+@settings(deadline=None, max_examples=200)
+@given(NEARLY)
+def test_nearly_right_bodies_are_decoded_or_refused(sent: dict[str, Any]) -> None:
+    command = decode_or_refuse(json.dumps(sent).encode())
+    if isinstance(command, Submit):
+        assert (command.input_ids is None) != (command.text is None)
+        assert command.input_ids or command.text
+        assert command.ttl_s is None or 0 < command.ttl_s <= MAX_TTL_S
+        assert all(getattr(command, name) in (msgspec.UNSET, None) for name in UNSUPPORTED_FIELDS)
+    elif isinstance(command, Status):
+        assert command.wait_s is None or (command.operation_id and 0 <= command.wait_s <= MAX_WAIT_S)
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=60), cut=st.integers(0, 60))
+def test_a_damaged_body_is_decoded_or_refused(content: bytes, cut: int) -> None:
+    whole = body("submit", input_ids=IDS, operation_id="turn-7", ttl_s=60)
+    decode_or_refuse(whole[:cut] + content + whole[cut + len(content) :])
+
+
+@settings(deadline=None)
+@given(
+    st.builds(
+        Submit,
+        input_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20),
+        operation_id=st.none() | IDENTIFIER.filter(lambda name: len(name) <= 128),
+        extra_key=st.none() | st.text(),
+        cache_salt=st.none() | st.text(),
+        ttl_s=st.none() | st.floats(0, MAX_TTL_S, exclude_min=True),
+        namespace=st.none() | st.text(),
+    )
+    | st.builds(Submit, text=st.text(min_size=1))
+)
+def test_a_command_survives_the_wire(command: Submit) -> None:
+    assert decode_command(msgspec.json.encode(command)) == command
+
+
+# ---- what callers and documents rely on ----
+
+
+def test_states_reasons_and_codes_are_documented() -> None:
+    assert STATES.keys() == set(State)
+    assert REASONS.keys() == set(Reason)
+    assert CODES.keys() == set(Code)
+    texts = [*STATES.values(), *REASONS.values(), *(text for _, text in CODES.values())]
+    assert all(text.endswith(".") and text == text.strip() for text in texts)
+    assert len(set(STATES.values())) == len(STATES)
+    assert len(set(REASONS.values())) == len(REASONS)
+
+
+def test_terminal_states() -> None:
+    assert [state for state in State if not state.terminal] == [State.QUERYING, State.RESTORING]
+
+
+@pytest.mark.parametrize(
+    ("status", "codes"),
+    [
+        (400, {Code.MALFORMED_JSON, Code.INVALID_FIELD, Code.BODY_TOO_LARGE}),
+        (404, {Code.UNKNOWN_OPERATION}),
+        (
+            409,
+            {
+                Code.OPERATION_CONFLICT,
+                Code.NAMESPACE_MISMATCH,
+                Code.STORAGE_REPLACED,
+                Code.STORAGE_STALE,
+                Code.ANCHOR_NOT_BACKED_UP,
+            },
+        ),
+        (429, {Code.TOO_MANY_OPERATIONS, Code.PREFIX_TOO_LARGE, Code.HOST_BUDGET, Code.RATE_LIMITED}),
+        (500, {Code.INTERNAL_ERROR}),
+        (501, {Code.NOT_SUPPORTED}),
+        (503, {Code.PAUSED, Code.FLUSH_PENDING, Code.STORAGE_STALLED, Code.ENGINE_BUSY}),
+    ],
+)
+def test_each_code_has_one_http_status(status: int, codes: set[Code]) -> None:
+    assert {code for code, (found, _) in CODES.items() if found == status} == codes
+    assert all(Refused(code, "why").status == status for code in codes)
+
+
+def test_every_code_has_an_error_status() -> None:
+    assert all(isinstance(status, HTTPStatus) and 400 <= status < 600 for status, _ in CODES.values())
+
+
+def test_an_error_leaves_out_what_it_does_not_know() -> None:
+    refused = Refused(Code.HOST_BUDGET, "full")
+    assert str(refused) == "full"
+    assert msgspec.json.encode(ErrorReply(error=refused.error)) == (
+        b'{"error":{"code":"host_budget","message":"full"}}'
+    )
+    whole = Refused(Code.INVALID_FIELD, "why", field="ttl_s", retry_after_s=1.5).error
+    assert whole == Error(code=Code.INVALID_FIELD, message="why", field="ttl_s", retry_after_s=1.5)
+
+
+def operation(**fields: Any) -> OperationStatus:
+    required: dict[str, Any] = {
+        "operation_id": "x",
+        "state": State.QUERYING,
+        "requested_tokens": 100,
+        "aligned_tokens": 96,
+        "resident_tokens": 0,
+        "ttl_s": 60.0,
+        "elapsed_s": 0.0,
+        "namespace": "0" * 16,
+    }
+    return OperationStatus(**required | fields)
+
+
+def test_a_status_always_has_all_its_fields() -> None:
+    """So that a client in any language can read a count without asking whether it is there."""
+    sent = msgspec.json.decode(msgspec.json.encode(operation()))
+    assert sent.keys() == set(OperationStatus.__struct_fields__)
+    assert (sent["state"], sent["reason"], sent["found_tokens"], sent["read_tokens"]) == (
+        "querying",
+        None,
+        None,
+        0,
+    )
+
+
+def test_replies_survive_the_wire() -> None:
+    ended = operation(state=State.RESTORED, reason=Reason.COMPLETE, read_tokens=96, inserted_tokens=96)
+    engine = EngineStatus(
+        namespace="0" * 16,
+        storage_backend=None,
+        prefetch_policy="timeout",
+        paused=False,
+        **dict.fromkeys(
+            (
+                name
+                for name in EngineStatus.__struct_fields__
+                if name not in ("namespace", "storage_backend", "prefetch_policy", "paused")
+            ),
+            7,
+        ),
+    )
+    for reply in (ended, Overview(active=[operation()], recent=[ended], engine=engine)):
+        assert msgspec.json.decode(msgspec.json.encode(reply), type=type(reply)) == reply
+
+
+def test_every_command_is_tagged_with_its_action() -> None:
+    tags = {command.__struct_config__.tag for command in get_args(Command)}
+    assert tags == {"submit", "status", "cancel"}
+    assert {command.__struct_config__.tag_field for command in get_args(Command)} == {"action"}
