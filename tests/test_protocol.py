@@ -467,3 +467,46 @@ def test_every_command_is_tagged_with_its_action() -> None:
     tags = {command.__struct_config__.tag for command in get_args(Command)}
     assert tags == {"submit", "status", "cancel"}
     assert {command.__struct_config__.tag_field for command in get_args(Command)} == {"action"}
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a":' * 100_000, b'{"action":"submit","input_ids":[1],"tools":' + DEEP]
+)
+def test_deep_nesting_is_refused(content: bytes) -> None:
+    with pytest.raises(Refused) as refused:
+        decode_command(content)
+    assert refused.value.error.code is Code.MALFORMED_JSON
+
+
+@pytest.mark.parametrize("field", ["text", "extra_key", "cache_salt", "namespace"])
+def test_lone_surrogates_are_refused(field: str) -> None:
+    prefix = {} if field == "text" else {"input_ids": [1]}
+    with pytest.raises(Refused):
+        decode_command(json.dumps({"action": "submit", **prefix, field: "\ud800"}).encode())
+
+
+def test_a_refusal_of_a_lone_surrogate_can_be_sent() -> None:
+    with pytest.raises(Refused) as refused:
+        decode_command(b'{"action": "status", "\\ud800": 1}')
+    assert msgspec.json.encode(ErrorReply(error=refused.value.error))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_body_is_utf_8(encoding: str) -> None:
+    with pytest.raises(Refused):
+        decode_command('{"action": "status"}'.encode(encoding))
+
+
+@pytest.mark.parametrize("field", ["input-ids", "inp ut", "\u00e9-", "$x"])
+def test_an_unknown_field_is_named_whatever_its_characters(field: str) -> None:
+    with pytest.raises(Refused) as refused:
+        decode_command(json.dumps({"action": "status", field: 1}).encode())
+    assert refused.value.error.field == field
+
+
+def test_an_operation_id_has_no_newline() -> None:
+    with pytest.raises(Refused):
+        decode_command(b'{"action": "cancel", "operation_id": "a\\n"}')

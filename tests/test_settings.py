@@ -205,3 +205,8 @@ def test_arbitrary_text_is_read_within_bounds_or_refused_by_name(name: str, text
         assert not field.metadata["above"] or value > field.metadata["low"]
         return
     assert error.startswith(f"{variable(name)}=")
+
+
+def test_a_number_of_hundreds_of_digits_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="TOOLGAP_MAX_BODY_BYTES"):
+        Settings.from_environ({"TOOLGAP_MAX_BODY_BYTES": "9" * 400})

@@ -105,6 +105,6 @@ def _parse(name: str, text: str, kind: type, bounds: Mapping[str, Any]) -> bool 
     low, high = bounds["low"], bounds["high"]
     if not (finite and (low < value if bounds["above"] else low <= value) and value <= high):
         least = f"more than {low:g}" if bounds["above"] else f"at least {low:g}"
-        most = " and finite" if math.isinf(high) else f" and at most {high:g}"
+        most = f" and at most {high:g}" if math.isfinite(high) else "" if finite else " and finite"
         raise SettingsError(f"{variable(name)}={text!r}: must be {least}{most}")
     return value

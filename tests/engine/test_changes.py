@@ -111,6 +111,13 @@ def test_weights_updated(server: Server, prompt: Prompt) -> None:
     assert server.toolgap.overview().engine.namespace != old
     assert refusal(server, prefix, namespace=old) == (409, Code.NAMESPACE_MISMATCH)
     assert refusal(server, prefix) == (409, Code.STORAGE_STALE)
+    # SGLang answers 200 to a clear that had nothing attached to clear.
+    method, path, body = DETACH
+    assert server.http.request(method, path, json=body).status_code == 200
+    assert server.http.post("/hicache/storage-backend/clear").status_code == 200
+    method, path, body = ATTACH
+    assert server.http.request(method, path, json=body).status_code == 200
+    assert refusal(server, prefix) == (409, Code.STORAGE_STALE)
     assert server.http.post("/hicache/storage-backend/clear").status_code == 200
     assert server.ended(server.toolgap.submit(input_ids=prefix).operation_id).state is State.MISS
     server.store(prefix + [5])

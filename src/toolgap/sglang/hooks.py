@@ -224,7 +224,7 @@ def storage_cleared(cleared: bool, _cache: Any) -> None:  # noqa: FBT001 - SGLan
         _restorer.storage_changed(cleared=True)
 
 
-def weight_version_changed(_result: Any, _scheduler: Any, _new_version: str | None) -> None:
+def weight_version_changed(_result: Any, _scheduler: Any, new_version: str | None) -> None:
     """After the operator named the weights anew: the namespace has another fingerprint."""
     if _restorer is not None:
         _restorer.namespace_changed()

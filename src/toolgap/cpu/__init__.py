@@ -1,0 +1,1 @@
+"""Stock SGLang with HiCache on a machine without a GPU."""
