@@ -41,8 +41,7 @@ def server(shared_server: Server) -> Iterator[Server]:
     before = shared_server.baseline()
     yield shared_server
     shared_server.probe.reset()
-    shared_server.flush()
-    assert shared_server.baseline() == before
+    shared_server.check_back_at(before)
 
 
 @pytest.fixture

@@ -283,12 +283,11 @@ class Server:
         assert status.state.terminal, status
         return status
 
-    def baseline(self) -> dict[str, int]:
-        """What must be the same before and after anything that leaves nothing behind."""
+    def traces(self) -> dict[str, int]:
+        """What an operation or a request must not leave behind, whether or not the cache is flushed."""
         engine = self.toolgap.overview().engine
         state = self.state()
         return {
-            "host_free_tokens": engine.host_free_tokens,
             "prefetch_occupied_tokens": engine.prefetch_occupied_tokens,
             "prefetch_retries_pending": engine.prefetch_retries_pending,
             "reads_in_flight": engine.reads_in_flight,
@@ -298,3 +297,15 @@ class Server:
             "handles": state["handles"],
             "waiting_calls": state["waiting_calls"],
         }
+
+    def baseline(self) -> dict[str, int]:
+        """What must be the same before and after anything that leaves nothing behind."""
+        return self.traces() | {"host_free_tokens": self.toolgap.overview().engine.host_free_tokens}
+
+    def check_back_at(self, before: dict[str, int]) -> None:
+        """Fail unless everything is back at an earlier :meth:`baseline`."""
+        # First without a flush, which would sweep away what was left behind.
+        expected = {name: before[name] for name in self.traces()}
+        until(f"no traces beyond {expected}", lambda: self.traces() == expected, 20.0)
+        self.flush()
+        assert self.baseline() == before

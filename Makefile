@@ -1,0 +1,44 @@
+# Each recipe is a script of scripts/ or one plain command, so that CI and hooks can call the same.
+
+PYTHON ?= python3
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-unit test-engine lint format typecheck docs docs-check clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+env: ## Set up the environment: a shared one of 6.5 GiB, once, and a thin .venv over it
+	@$(PYTHON) scripts/environment.py
+
+demo: ## Set up, then watch one agent turn on a real model
+	@scripts/demo
+
+test: ## Set up, then run every test
+	@scripts/test
+
+test-unit: ## Run the tests that start no SGLang server: seconds
+	@scripts/test --ignore tests/engine -m "not engine"
+
+test-engine: ## Run the tests that drive real SGLang servers on the CPU
+	@scripts/test -m engine
+
+lint: ## Check style, formatting and types
+	@scripts/lint
+
+format: ## Format the code, and mend what ruff can mend
+	@scripts/format
+
+typecheck: env ## Check types only
+	@.venv/bin/python -m mypy
+
+docs: env ## Write the pages of docs/ that are made from the source
+	@.venv/bin/python scripts/docs.py
+
+docs-check: env ## Check those pages, and the links, headings and make targets in all documents
+	@.venv/bin/python scripts/docs.py --check
+	@.venv/bin/python scripts/docs_check.py
+
+clean: ## Remove .venv, caches and build output; the shared environment stays
+	rm -rf .venv build dist demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
