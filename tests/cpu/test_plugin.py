@@ -1,7 +1,10 @@
 import logging
+import multiprocessing
+import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,3 +90,28 @@ def test_forced_arguments_win_however_they_are_passed() -> None:
     for arguments, named in (((1,), {}), ((1, 2), {"third": 3}), ((1,), {"second": 2})):
         args, kwargs = force(Target(), *arguments, **named)
         assert Target.method(*args, **kwargs) == (1, 7, 8)
+
+
+@pytest.mark.parametrize(("replicas", "method"), [(1, "fork"), (2, None)])
+def test_processes_are_forked_only_by_a_parent_without_threads(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, method: str | None
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda name, force: chosen.append(name))
+    monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: None)
+    plugin.fork(None, SimpleNamespace(dp_size=replicas))
+    assert chosen == ([method] if method else [])
+
+
+def test_a_failing_transfer_is_not_masked() -> None:
+    engine = SimpleNamespace(device_to_host_stream=SimpleNamespace(), host_to_device_stream=SimpleNamespace())
+    plugin.add_stream_synchronize(None, engine)
+    engine.device_to_host_stream.synchronize()
+    engine.host_to_device_stream.synchronize()
+
+
+def test_no_device_means_the_cpu() -> None:
+    asked: list[object] = []
+    plugin.device_module(asked.append)
+    plugin.device_module(asked.append, "cuda")
+    assert asked == ["cpu", "cuda"]

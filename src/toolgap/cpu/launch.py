@@ -110,12 +110,6 @@ DEFAULTS = (
         None,
         "An idle scheduler otherwise keeps a core busy that the next request or read needs.",
     ),
-    Default(
-        "--skip-server-warmup",
-        None,
-        "Nothing is compiled on a CPU, so a warm-up request only delays the start.",
-        ("--warmups",),
-    ),
 )
 
 

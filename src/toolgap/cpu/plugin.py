@@ -4,6 +4,7 @@ It does nothing unless ``TOOLGAP_CPU=1``. Then every hook's target is checked fi
 server that misses one of them dies in its first request or, worse, wastes every cache hit.
 """
 
+import gc
 import inspect
 import logging
 import multiprocessing
@@ -136,6 +137,7 @@ def cpu_hooks() -> Sequence[CpuHook]:
             ("use_pynccl", "use_custom_allreduce"),
         ),
         CpuHook("torch.get_device_module", "AROUND", device_module, ("device",)),
+        CpuHook("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", freeze_garbage, ()),
     )
 
 
@@ -185,11 +187,23 @@ def add_stream_synchronize(result: None, engine: Any, *args: Any, **kwargs: Any)
         stream.synchronize = lambda: None
 
 
+def freeze_garbage(result: None, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook: take what the scheduler was built of out of garbage collection.
+
+    On a CPU every cache flush runs a full collection, half a second over SGLang's modules. Stock
+    freezes them after its warm-up request; without one it may try before the server listens, and
+    then does not try again.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def fork(result: None, server_args: Any) -> None:
     """AFTER hook: halve the CPU time of a start by importing SGLang once instead of thrice.
 
     For tests that start many servers; off unless asked for, because forking is safe only while the
-    parent has no other threads, which SGLang does not promise.
+    parent has no threads but those of numpy and scipy, which SGLang does not promise, and because
+    no GPU server can do it.
     """
     if server_args.dp_size > 1:
         # The replicas' controller starts them from several threads.
