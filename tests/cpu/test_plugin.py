@@ -63,6 +63,7 @@ def test_a_mismatch_names_the_target(changed: plugin.CpuHook) -> None:
     assert changed.target in (plugin.mismatch(changed) or "")
 
 
+@pytest.mark.engine
 def test_the_installed_sglang_fits() -> None:
     with warnings.catch_warnings():
         # What is missing on this machine is none of this test's business.

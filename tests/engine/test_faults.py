@@ -92,6 +92,15 @@ def test_a_query_that_raises(server: Server, prompt: Prompt) -> None:
     assert restore(server, prefix) == (State.FAILED, Reason.STORAGE_QUERY_FAILED, 0)
 
 
+def test_a_flush_while_an_ordinary_requests_query_hangs(server: Server, prompt: Prompt) -> None:
+    """SGLang gave the query up and is idle; its own flush would end the scheduler all the same."""
+    with server.probe.hold("exists"):
+        assert server.generate(prompt(40 * PAGE)).sources == (0, 0, 0)
+        until("backups are done", lambda: server.state()["host_locks"] == 0)
+        assert server.http.post("/flush_cache").status_code == 400
+    server.flush()
+
+
 @pytest.fixture(scope="module")
 def impatient_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Short time limits, strict single-trajectory mode, and a policy that waits for storage."""

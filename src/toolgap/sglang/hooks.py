@@ -16,10 +16,12 @@ from toolgap.settings import Settings
 from toolgap.sglang.internals import Engine, Prefix
 from toolgap.sglang.messages import HicachePrefetchReqInput
 from toolgap.sglang.restorer import Restorer
+from toolgap.sglang.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
 
 _restorer: Restorer | None = None
+_calls = StorageCalls()
 _settings = Settings()
 _unready: Callable[[], list[str]] = list
 
@@ -48,7 +50,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     global _restorer
     if _unready():
         return
-    _restorer = Restorer(Engine(scheduler), _settings)
+    _restorer = Restorer(Engine(scheduler), _settings, _calls)
     scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, _restorer.handle)])
 
 
@@ -167,12 +169,8 @@ def prefetch_rate_limited(original: Callable[..., bool], controller: Any) -> boo
 
 
 def call_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
-    """Around the two methods that call storage, in their threads: mark whether a call has returned."""
-    operation.toolgap_idle = False
-    try:
-        return original(controller, operation)
-    finally:
-        operation.toolgap_idle = True
+    """Around the two methods that call storage, in their threads: know which calls are running."""
+    return _calls.around(original, controller, operation)
 
 
 # ---- changes of the engine ----
@@ -184,7 +182,7 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool
     if restorer is not None and not restorer.quiet and restorer.engine.free_of_requests:
         _quiesce(Reason.FLUSHED)
         if not restorer.quiet:
-            logger.warning("toolgap: flush refused: a storage call of a restore has not returned")
+            logger.warning("toolgap: flush refused: a storage call has not returned")
             return False
     return original(scheduler, empty_cache)
 

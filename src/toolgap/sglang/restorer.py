@@ -49,6 +49,7 @@ from toolgap.sglang.messages import (
     decode_order,
     encode_order,
 )
+from toolgap.sglang.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class LeftCall(NamedTuple):
     """A storage call that an operation left running when it ended."""
 
     operation: Any
-    """SGLang's record of it, marked idle once the call has returned."""
+    """SGLang's record of it."""
     stalled_from_s: float
     """When to take it for one that hangs, and to refuse more work for the thread that makes it."""
 
@@ -117,10 +118,15 @@ class Restorer:
     """The operations of one scheduler."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Engine,
+        settings: Settings,
+        calls: StorageCalls,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.settings = settings
+        self.calls = calls
         self.clock = clock
         self.watch_s = 0.0
         """Time in which the scheduler took its steps: it stands still during a pause or a long prefill."""
@@ -558,7 +564,7 @@ class Restorer:
         else:
             self.engine.stop(work.read)
         if not self.engine.in_flight(work.read):
-            if not getattr(work.read.operation, "toolgap_idle", True):
+            if self.calls.running(work.read.operation):
                 patience_s = 0.0 if at_once else self.settings.stall_timeout_s
                 self.left.append(LeftCall(work.read.operation, self.clock() + patience_s))
             self._conclude(work)
@@ -611,7 +617,7 @@ class Restorer:
         """
         self._stop_all(Stop(State.CANCELLED, reason))
         for _ in range(_DRAIN_PASSES):
-            if not self.work and not self._calls_left():
+            if self.quiet:
                 return
             self.engine.drain()
             time.sleep(_DRAIN_PAUSE_S)
@@ -619,7 +625,7 @@ class Restorer:
 
     def _quiesce_for_release(self) -> None:
         self.quiesce(Reason.MEMORY_RELEASED)
-        if self.work or self._calls_left():
+        if not self.quiet:
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call of a restore has not returned, and memory cannot be released under it",
@@ -629,7 +635,7 @@ class Restorer:
     def _calls_left(self) -> list[LeftCall]:
         """Storage calls that have not returned though their operations ended."""
         if self.left:
-            self.left = [call for call in self.left if not call.operation.toolgap_idle]
+            self.left = [call for call in self.left if self.calls.running(call.operation)]
         return self.left
 
     def _stalled_calls(self) -> int:
@@ -639,8 +645,8 @@ class Restorer:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing of ours is in flight: SGLang can stop its storage threads, which it must join."""
-        return not self.work and not self._calls_left()
+        """Whether SGLang can stop its storage threads: no operation is active, and no call is running."""
+        return not self.work and not self.calls
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
