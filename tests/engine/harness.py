@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from toolgap.childserver import ChildServer, free_port
 from toolgap.client import Toolgap
 from toolgap.cpu.launch import cpu_arguments, cpu_environment
 from toolgap.protocol import OperationStatus
@@ -159,7 +159,8 @@ class Server:
     hierarchical: bool = True
     spawn: bool = False
     """Start processes as SGLang does; forking them halves the time of a start."""
-    process: "subprocess.Popen[bytes] | None" = None
+    admin_key: str | None = ADMIN_KEY
+    child: ChildServer | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,19 +168,18 @@ class Server:
         self.storage.mkdir(exist_ok=True)
         self.log = self.folder / "server.log"
         self.probe = Probe(self.folder / "probe.sock")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        headers = {} if self.admin_key is None else {"Authorization": f"Bearer {self.admin_key}"}
         self.http = httpx.Client(base_url=self.url, timeout=DEADLINE_S, headers=headers)
-        self.toolgap = Toolgap(self.url, api_key=ADMIN_KEY)
+        self.toolgap = Toolgap(self.url, api_key=self.admin_key)
 
     def start(self) -> Self:
         """Start the server and wait until it serves."""
         arguments = [
             *("--model-path", str(self.model), "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--page-size", str(PAGE), "--admin-api-key", ADMIN_KEY),
+            *("--port", str(self.port), "--page-size", str(PAGE)),
+            *(() if self.admin_key is None else ("--admin-api-key", self.admin_key)),
             *("--context-length", "8192", "--max-total-tokens", "8192", "--hicache-ratio", "2"),
             *("--skip-server-warmup", "--enable-cache-report", "--enable-metrics"),
             *self.arguments,
@@ -192,32 +192,24 @@ class Server:
         command = [sys.executable, "-m", "sglang.launch_server", *cpu_arguments(arguments)]
         if not self.hierarchical:
             command = [part for part in command if part != "--enable-hierarchical-cache"]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-        until("the server serves", self._serving, START_DEADLINE_S)
+        self.child = ChildServer(
+            command=command,
+            health_url=f"{self.url}/health",
+            log=self.log,
+            environment=environment,
+            grace_s=0.0,
+        )
+        self.child.start()
+        self.child.wait_until_healthy(START_DEADLINE_S)
         return self
 
-    def _serving(self) -> bool:
-        assert self.process is not None
-        if self.process.poll() is not None:
-            raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log_tail()}")
-        with contextlib.suppress(httpx.TransportError):
-            return self.http.get("/health").status_code == 200
-        return False
-
-    def log_tail(self, characters: int = 4000) -> str:
-        """The end of the server's log."""
-        return self.log.read_text(errors="replace")[-characters:]
-
     def kill(self) -> None:
-        """kill -9 of the whole process group."""
-        if self.process is not None:
+        """kill -9 of the server and all that it started."""
+        if self.child is not None and self.child.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
+                os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.end()
+        self.child = None
 
     def __enter__(self) -> Self:
         try:

@@ -1,0 +1,1 @@
+"""``toolgap demo``: one agent turn on a real engine, its continuation served three ways."""

@@ -1,0 +1,168 @@
+"""SGLang's own HTTP interface, as far as the demo needs it, and the time to first token."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+
+from toolgap.demo.errors import DemoError
+
+FLUSH_DEADLINE_S = 60.0
+
+
+class Generation(NamedTuple):
+    """What a streamed ``/generate`` returned, timed at the client. The last three count cached tokens."""
+
+    ttft_s: float
+    """From sending the request to receiving its first token."""
+    total_s: float
+    prompt_tokens: int
+    output_ids: list[int]
+    text: str
+    device_tokens: int
+    host_tokens: int
+    storage_tokens: int
+
+
+class Engine:
+    """A server that speaks SGLang's HTTP interface; use as a context manager."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(
+            base_url=url, timeout=httpx.Timeout(600.0, connect=10.0), trust_env=not is_local(url)
+        )
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._http.close()
+
+    def tokenize_chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, answer: bool
+    ) -> list[int]:
+        """Token ids of messages, rendered by the model's chat template in the server as for a chat completion.
+
+        Args:
+            messages: The messages.
+            tools: Definitions of tools, for templates that know them.
+            answer: Whether the tokens that open the model's answer follow.
+        """
+        body: dict[str, Any] = {"messages": messages, "add_generation_prompt": answer}
+        if tools is not None:
+            body["tools"] = tools
+        return self._tokens(body)
+
+    def tokenize_text(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self._tokens({"prompt": text})
+
+    def context_tokens(self) -> int:
+        """The longest prompt and answer that the model takes."""
+        reply = self._checked(self._http.get("/v1/models")).json()
+        return int(reply["data"][0]["max_model_len"])
+
+    def model_name(self) -> str:
+        """The model's path or hub name."""
+        return str(self._checked(self._http.get("/model_info")).json()["model_path"])
+
+    def release(self) -> str:
+        """The server's SGLang release."""
+        return str(self._checked(self._http.get("/server_info")).json().get("version", "unknown"))
+
+    def flush(self) -> None:
+        """Drop L1 and L2; L3 stays. SGLang refuses while anything is in flight, so this repeats."""
+        end = time.monotonic() + FLUSH_DEADLINE_S
+        while (reply := self._http.post("/flush_cache")).status_code != 200:
+            if reply.status_code != 400 or time.monotonic() > end:
+                raise DemoError(f"the server would not flush its cache: {reply.status_code} {reply.text}")
+            time.sleep(0.05)
+
+    def generate(
+        self, input_ids: Sequence[int], *, max_new_tokens: int, cache_salt: str | None = None
+    ) -> Generation:
+        """Greedy generation, streamed and timed."""
+        body = {
+            "input_ids": input_ids,
+            "cache_salt": cache_salt,
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+        }
+        content = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        sent_s = time.perf_counter()
+        with self._http.stream("POST", "/generate", content=content, headers=headers) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                self._checked(reply)
+            return read_stream(reply.iter_lines(), sent_s, time.perf_counter)
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        reply = self._checked(self._http.post("/v1/tokenize", json=body)).json()
+        return [int(token) for token in reply["tokens"]]
+
+    def _checked(self, reply: httpx.Response) -> httpx.Response:
+        if reply.status_code != 200:
+            raise DemoError(
+                f"the server answered {reply.status_code} to {reply.request.method} {reply.request.url.path}: "
+                f"{reply.text[:500]}"
+            )
+        return reply
+
+
+def read_stream(lines: Iterable[str], sent_s: float, clock: Callable[[], float]) -> Generation:
+    """Read a streamed ``/generate``.
+
+    Args:
+        lines: The lines of the reply, as they arrive.
+        sent_s: When the request was sent, by `clock`.
+        clock: Read when the first token is there and when the stream ends.
+
+    Raises:
+        DemoError: the stream reports an error, or holds no token.
+    """
+    first_s: float | None = None
+    output_ids: list[int] = []
+    text = ""
+    meta: dict[str, Any] = {}
+    for event in _events(lines):
+        if "error" in event:
+            raise DemoError(f"the server failed to generate: {event['error']}")
+        meta = event["meta_info"]
+        new_ids = event.get("output_ids") or []
+        if first_s is None and meta.get("completion_tokens"):
+            first_s = clock()
+        # A server may stream all ids so far in every event (the default) or only the new ones.
+        cumulative = len(new_ids) == meta.get("completion_tokens")
+        output_ids = new_ids if cumulative else output_ids + new_ids
+        text = event.get("text", "") if cumulative else text + event.get("text", "")
+    end_s = clock()
+    if first_s is None:
+        raise DemoError("the server ended a generation before its first token")
+    details = meta.get("cached_tokens_details") or {}
+    return Generation(
+        ttft_s=first_s - sent_s,
+        total_s=end_s - sent_s,
+        prompt_tokens=meta["prompt_tokens"],
+        output_ids=output_ids,
+        text=text,
+        device_tokens=details.get("device", 0),
+        host_tokens=details.get("host", 0),
+        storage_tokens=details.get("storage", 0),
+    )
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        event: dict[str, Any] = msgspec.json.decode(data)
+        yield event
+
+
+def is_local(url: str) -> bool:
+    """Whether a server runs on this machine: then a proxy named in the environment is not asked."""
+    return httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
