@@ -9,7 +9,7 @@ export PYTHON
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-env: ## Set up the environment: a shared one of 6.5 GiB, once, and a thin .venv over it
+env: ## Set up the environment: a shared one of 6.2 GiB, once, and a thin .venv over it
 	@$(PYTHON) scripts/environment.py
 
 demo: ## Set up, then watch one agent turn on a real model
