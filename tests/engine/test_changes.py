@@ -61,6 +61,23 @@ def test_changes_end_operations_and_are_not_refused(
         assert server.ended(server.toolgap.submit(input_ids=prefix).operation_id).state is State.RESTORED
 
 
+def test_a_flush_ends_followers_too(server: Server, prompt: Prompt) -> None:
+    prefix = prompt(300 * PAGE)
+    server.store(prefix + [5])
+    with ThreadPoolExecutor() as pool, server.probe.hold("exists") as wait_until_held:
+        leader = server.toolgap.submit(input_ids=prefix).operation_id
+        wait_until_held()
+        follower = server.toolgap.submit(input_ids=prefix)
+        assert follower.following
+        reply = pool.submit(server.http.post, "/flush_cache")
+        until("the flush takes effect", server.is_busy)
+    assert reply.result().status_code == 200
+    for operation_id in (leader, follower.operation_id):
+        outcome = server.ended(operation_id)
+        assert (outcome.state, outcome.reason) == (State.CANCELLED, Reason.FLUSHED)
+    assert server.probe.calls["exists"] == 1
+
+
 def stopping(server: Server, operation_id: str) -> bool:
     return server.toolgap.status(operation_id).stopping
 

@@ -101,13 +101,6 @@ class Work:
         self.declined: set[Any] = set()
         """Handles of requests whose wait ran out: they go on without, and read nothing of it twice."""
 
-    @property
-    def reading_from_tokens(self) -> int:
-        """Where in the prefix its read, or the one it follows, begins."""
-        if self.read is not None:
-            return self.read.start_tokens
-        return self.leader.reading_from_tokens if self.leader is not None else self.operation.resident_tokens
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless exactly one read is waited for."""
         assert [self.read, self.leader, self.leading_request].count(None) == 2
@@ -570,7 +563,8 @@ class Restorer:
             self._conclude(work)
 
     def _stop_all(self, stop: Stop) -> None:
-        for work in list(self.work.values()):
+        # Followers first: one that is left would start to read when its leader stops.
+        for work in sorted(self.work.values(), key=lambda work: work.read is not None):
             if work.operation.ended_at is None and work.operation.stop is None:
                 self._stop(work, stop)
 
@@ -671,11 +665,11 @@ class Restorer:
         """The whole cache was dropped, and SGLang's bookkeeping with it."""
         self.engine.own_tokens = 0
         self.stale_cache = False
-        for work in list(self.work.values()):
-            if work.operation.ended_at is None:
-                work.read = None
-                self._end(work, State.CANCELLED, Reason.FLUSHED)
-        self.joins.clear()
+        works = list(self.work.values())
+        for work in works:
+            work.read = work.leader = work.leading_request = None
+        for work in works:
+            self._end(work, State.CANCELLED, Reason.FLUSHED)
 
     def namespace_changed(self) -> None:
         """Something that the namespace is made of changed."""
