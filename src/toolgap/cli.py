@@ -520,7 +520,7 @@ def _print_findings(findings: Sequence[Finding]) -> None:
 @app.command()
 @_guarded
 def demo(
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens before the tool call, at least.")] = 4608,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens before the tool call, at least.")] = 4096,
     trials: Annotated[int, typer.Option(min=1, help="How often each arm is played.")] = 3,
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for the table, the chart, the results and the log.")
