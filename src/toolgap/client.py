@@ -194,8 +194,12 @@ def connection(url: str, api_key: str | None) -> dict[str, Any]:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("the API key has characters that an HTTP header cannot carry")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    # A proxy that the environment names has no way to this machine.
-    return {"base_url": url, "headers": headers, "trust_env": parsed.host not in _LOOPBACK}
+    return {"base_url": url, "headers": headers, "trust_env": not is_local(url)}
+
+
+def is_local(url: str) -> bool:
+    """Whether a server runs on this machine: then a proxy named in the environment is not asked."""
+    return httpx.URL(url).host in _LOOPBACK
 
 
 class Toolgap:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from toolgap.demo.engine import is_local, read_stream
+from toolgap.client import is_local
+from toolgap.demo.engine import read_stream
 from toolgap.demo.errors import DemoError
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
+from toolgap.client import is_local
 from toolgap.demo.errors import DemoError
 
 FLUSH_DEADLINE_S = 60.0
@@ -161,8 +162,3 @@ def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             continue
         event: dict[str, Any] = msgspec.json.decode(data)
         yield event
-
-
-def is_local(url: str) -> bool:
-    """Whether a server runs on this machine: then a proxy named in the environment is not asked."""
-    return httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")

@@ -21,7 +21,7 @@ from rich.markup import escape
 from toolgap.childserver import ChildServer, ServerError, free_port
 from toolgap.client import Toolgap, ToolgapError, ToolgapUnreachable
 from toolgap.demo import profiles, report
-from toolgap.demo.engine import Engine, is_local
+from toolgap.demo.engine import Engine
 from toolgap.demo.errors import DemoError
 from toolgap.demo.play import ANSWER_TOKENS, GAP_S, Agent
 from toolgap.demo.profiles import Profile, Sizes
@@ -184,7 +184,7 @@ class _Demo:
 
     def on_running_server(self, url: str) -> int:
         """Play on a server that somebody else started."""
-        with Engine(url) as engine, _toolgap(url) as toolgap:
+        with Engine(url) as engine, Toolgap(url) as toolgap:
             with self.story.phase(f"looking at {url}") as phase:
                 try:
                     status = toolgap.overview().engine
@@ -246,7 +246,7 @@ class _Demo:
                 phase.result = f"{processes} processes, all gone"
 
     def _on_own(self, url: str, server: ChildServer, storage: StorageFolder, profile: Profile) -> _Played:
-        with Engine(url) as engine, _toolgap(url) as toolgap:
+        with Engine(url) as engine, Toolgap(url) as toolgap:
             profiles.check_context(self.prompt_tokens, engine.context_tokens())
             status = toolgap.overview().engine
             tiers = OwnTiers(
@@ -390,11 +390,6 @@ class _Demo:
             console.print(f"[green]Every invariant held: {', '.join(INVARIANTS)}.[/green]")
         say(f"[dim]The demo took {time.monotonic() - self.begin_s:.0f} s.[/dim]")
         return 1 if failures else 0
-
-
-def _toolgap(url: str) -> Toolgap:
-    # With a transport of its own, httpx asks no proxy that the environment names.
-    return Toolgap(url, transport=httpx.HTTPTransport() if is_local(url) else None)
 
 
 def _seen(trial: Trial) -> str:
