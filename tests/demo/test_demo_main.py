@@ -23,6 +23,11 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "The demo cannot go on: no answer from" in capsys.readouterr().out
 
 
+def test_a_url_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo(tmp_path, "foo") == 1
+    assert "cannot go on: 'foo' is no URL of a server: write one like http://" in capsys.readouterr().out
+
+
 def test_a_running_server_has_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(1024, 1, tmp_path, model="other", url="http://127.0.0.1:1") == 1
     assert "leave those options out" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from toolgap.childserver import ChildServer, ServerError, free_port
-from toolgap.client import Toolgap, ToolgapError, ToolgapUnreachable
+from toolgap.client import Toolgap, ToolgapError, ToolgapUnreachable, connection
 from toolgap.demo import profiles, report
 from toolgap.demo.engine import Engine
 from toolgap.demo.errors import DemoError
@@ -91,6 +91,7 @@ def run(
                 return demo.on_own_server(model, cpu=cpu)
             if model is not None or cpu is not None:
                 raise DemoError("a running server has its model and its device: leave those options out")
+            _check_url(url)
             return demo.on_running_server(url)
     except Stopped as stop:
         console.print(f"Stopped by {stop}; all that the demo had started has ended.")
@@ -107,6 +108,13 @@ def _check_arguments(prompt_tokens: int, trials: int) -> None:
         raise DemoError(f"the prompt must have {LEAST_PROMPT_TOKENS} tokens at least, not {prompt_tokens}")
     if trials < 1:
         raise DemoError(f"at least one trial is needed, not {trials}")
+
+
+def _check_url(url: str) -> None:
+    try:
+        connection(url, None)
+    except ValueError as error:
+        raise DemoError(str(error)) from None
 
 
 def _folder(output: Path) -> Path:
