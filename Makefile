@@ -18,7 +18,7 @@ demo: ## Set up, then watch one agent turn on a real model
 test: ## Set up, then run every test
 	@scripts/test
 
-test-unit: ## Run the tests that start no SGLang server: seconds
+test-unit: ## Run the tests that start no SGLang server: half a minute
 	@scripts/test --ignore tests/engine -m "not engine"
 
 test-engine: ## Run the tests that drive real SGLang servers on the CPU
