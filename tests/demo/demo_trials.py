@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from toolgap.demo.engine import Generation
 from toolgap.demo.trials import Arm, Trial
+from toolgap.engineclient import Generation
 from toolgap.protocol import OperationStatus, Reason, State
 
 ALIGNED = 4096

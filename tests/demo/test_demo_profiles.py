@@ -71,13 +71,6 @@ def test_a_missing_gpu_and_a_missing_engine_are_named(monkeypatch: pytest.Monkey
         profiles.choose(None, lambda text: None, cpu=True)
 
 
-def test_the_cpu_is_described_without_ornaments(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nmodel name\t: Intel(R) Xeon(R)  CPU @ 2.80GHz\nflags : fpu\n")
-    assert profiles.describe_cpu(cpuinfo).startswith("Intel Xeon CPU @ 2.80GHz, ")
-    assert profiles.describe_cpu(tmp_path / "missing").startswith("CPU, ")
-
-
 @pytest.mark.parametrize(
     ("config", "context"),
     [

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from toolgap.demo import tiers as tiers_module
-from toolgap.demo.engine import Engine, Generation
 from toolgap.demo.errors import DemoError
 from toolgap.demo.tiers import OTHER_PROMPT_TOKENS, ForeignTiers, OwnTiers, StorageFolder
+from toolgap.engineclient import Engine, Generation
 
 PAGE = 16
 

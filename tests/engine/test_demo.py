@@ -13,7 +13,7 @@ from harness import Server, until
 from toolgap.childserver import session_members
 from toolgap.demo import play, report
 from toolgap.demo.main import run
-from toolgap.demo.signals import Stopped
+from toolgap.signals import Stopped
 
 pytestmark = pytest.mark.engine
 

@@ -21,16 +21,16 @@ from rich.markup import escape
 from toolgap.childserver import ChildServer, ServerError, free_port
 from toolgap.client import Toolgap, ToolgapError, ToolgapUnreachable, connection
 from toolgap.demo import profiles, report
-from toolgap.demo.engine import Engine
 from toolgap.demo.errors import DemoError
 from toolgap.demo.play import ANSWER_TOKENS, GAP_S, Agent
 from toolgap.demo.profiles import Profile, Sizes
 from toolgap.demo.progress import Story
 from toolgap.demo.scenario import Conversation, fit
-from toolgap.demo.signals import Stopped, StopSignals
 from toolgap.demo.tiers import ForeignTiers, OwnTiers, StorageFolder, Tiers
 from toolgap.demo.tool import OTHERS, TEST_MODULE, TOOLS, Repository, library_text
 from toolgap.demo.trials import ARMS, INVARIANTS, Trial, check, order, summarize
+from toolgap.engineclient import Engine, EngineError
+from toolgap.signals import Stopped, StopSignals
 
 LEAST_PROMPT_TOKENS = 512
 LEAST_DISK_BYTES = 4 * 2**30
@@ -96,7 +96,7 @@ def run(
     except Stopped as stop:
         console.print(f"Stopped by {stop}; all that the demo had started has ended.")
         return 128 + stop.number
-    except (DemoError, ServerError, ToolgapError, ToolgapUnreachable, httpx.HTTPError) as error:
+    except (DemoError, EngineError, ServerError, ToolgapError, ToolgapUnreachable, httpx.HTTPError) as error:
         console.print(f"[bold red]The demo cannot go on:[/bold red] {escape(str(error))}", soft_wrap=True)
         return 1
     except Exception as error:  # noqa: BLE001 - a newcomer gets a sentence, and the traceback in a file

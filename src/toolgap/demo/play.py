@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from toolgap.client import Toolgap
-from toolgap.demo.engine import Engine
 from toolgap.demo.errors import DemoError
 from toolgap.demo.scenario import Conversation, common_prefix_tokens
 from toolgap.demo.tiers import Tiers, fresh_salt
 from toolgap.demo.tool import TEST_MODULE, Repository
 from toolgap.demo.trials import Arm, Trial
+from toolgap.engineclient import Engine
 from toolgap.protocol import OperationStatus
 
 GAP_S = 1.0

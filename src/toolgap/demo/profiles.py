@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,17 +12,13 @@ from pathlib import Path
 from toolgap.cpu.launch import cpu_arguments, cpu_environment
 from toolgap.cpu.model import ModelSetupError, ensure_smollm2
 from toolgap.demo.errors import DemoError
+from toolgap.hardware import describe_cpu, find_gpu
 
 GPU_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 PAGE_TOKENS = 16
 
 CONTINUATION_TOKENS = 512
 """Room for the tool's result and the answer."""
-
-_FIND_GPU = (
-    "import torch, sgl_kernel; "
-    "print(f'{torch.cuda.device_count()} {torch.cuda.get_device_name(0)}' if torch.cuda.is_available() else 0)"
-)
 
 
 @dataclass(frozen=True)
@@ -126,31 +121,6 @@ def choose(model: str | None, report: Callable[[str], None], *, cpu: bool | None
         except ModelSetupError as error:
             raise DemoError(str(error)) from error
     return Profile(cpu=True, hardware=describe_cpu(), model=model)
-
-
-def find_gpu() -> str | None:
-    """The GPUs that SGLang can use, in words; None if there are none.
-
-    A process of its own looks, because torch takes seconds to load and keeps the GPU open.
-    """
-    if importlib.util.find_spec("sgl_kernel") is None or importlib.util.find_spec("torch") is None:
-        return None
-    done = subprocess.run([sys.executable, "-c", _FIND_GPU], capture_output=True, text=True)
-    count, _, name = done.stdout.strip().partition(" ")
-    return name if done.returncode == 0 and name and int(count) else None
-
-
-def describe_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU in words, with the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0))
-    name = "CPU"
-    with suppress(OSError):
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and value.strip():
-                name = " ".join(value.replace("(R)", "").replace("(TM)", "").split())
-                break
-    return f"{name}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def context_tokens(model: str) -> int | None:

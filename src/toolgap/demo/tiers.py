@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from toolgap.demo.engine import Engine, Generation
 from toolgap.demo.errors import DemoError
+from toolgap.engineclient import Engine, Generation
 
 OTHER_PROMPT_TOKENS = 2048
 """Longest prompt of an other agent. Attention makes longer ones slow to compute; many short ones are slow to

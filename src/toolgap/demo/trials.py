@@ -6,7 +6,7 @@ from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
-from toolgap.demo.engine import Generation
+from toolgap.engineclient import Generation
 from toolgap.protocol import OperationStatus, State
 
 

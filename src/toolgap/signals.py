@@ -1,4 +1,4 @@
-"""Signals that ask the demo to stop, turned into an exception that unwinds everything it holds."""
+"""Signals that ask a command to stop, turned into an exception that unwinds everything it holds."""
 
 import signal
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class Stopped(BaseException):
-    """A signal asks the demo to stop. No Exception, so that nothing on the way takes it for a fault."""
+    """A signal asks to stop. No Exception, so that nothing on the way takes it for a fault."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""SGLang's own HTTP interface, as far as the demo needs it, and the time to first token."""
+"""SGLang's own HTTP interface, as far as demo and benchmark need it, timed at the client."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from toolgap.client import is_local
-from toolgap.demo.errors import DemoError
+from toolgap.client import connection
 
-FLUSH_DEADLINE_S = 60.0
+FLUSH_DEADLINE_S = 120.0
+
+
+class EngineError(RuntimeError):
+    """The server does not do what is asked of it; the text says what, and what it answered."""
 
 
 class Generation(NamedTuple):
-    """What a streamed ``/generate`` returned, timed at the client. The last three count cached tokens."""
+    """What a streamed ``/generate`` returned, timed at the client; token counts are of cached tokens."""
 
     ttft_s: float
     """From sending the request to receiving its first token."""
@@ -25,14 +28,34 @@ class Generation(NamedTuple):
     device_tokens: int
     host_tokens: int
     storage_tokens: int
+    chunks: list[tuple[float, int]] = []
+    """Each event that brought tokens: seconds since the request was sent, and tokens so far."""
+    times: dict[str, float] = {}
+    """What the engine says of the request's life, by its own names: Unix times and durations, in seconds.
+    Empty unless the server runs with ``--enable-metrics``."""
+
+
+ENGINE_TIMES = (
+    "request_received_ts",
+    "api_server_dispatch_finish_ts",
+    "queue_time",
+    "storage_prefetch_wait",
+    "forward_entry_time",
+    "prefill_finished_time",
+    "first_token_latency",
+    "request_finished_ts",
+)
+"""What of ``meta_info`` goes into :attr:`Generation.times`."""
 
 
 class Engine:
     """A server that speaks SGLang's HTTP interface; use as a context manager."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         self._http = httpx.Client(
-            base_url=url, timeout=httpx.Timeout(600.0, connect=10.0), trust_env=not is_local(url)
+            **connection(url, api_key),
+            timeout=httpx.Timeout(600.0, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )
 
     def __enter__(self) -> "Engine":
@@ -73,12 +96,22 @@ class Engine:
         """The server's SGLang release."""
         return str(self._checked(self._http.get("/server_info")).json().get("version", "unknown"))
 
+    def set_prefetch_policy(self, backend: str, policy: str) -> None:
+        """Change how long a request waits for its own storage read; SGLang wants an admin key for it."""
+        body = {"hicache_storage_backend": backend, "hicache_storage_prefetch_policy": policy}
+        self._checked(self._http.put("/hicache/storage-backend", json=body))
+
+    def counters(self) -> dict[str, float]:
+        """Prometheus samples by name, summed over their labels; empty without ``--enable-metrics``."""
+        reply = self._http.get("/metrics", follow_redirects=True)
+        return {} if reply.status_code == 404 else read_samples(self._checked(reply).text)
+
     def flush(self) -> None:
         """Drop L1 and L2; L3 stays. SGLang refuses while anything is in flight, so this repeats."""
         end = time.monotonic() + FLUSH_DEADLINE_S
         while (reply := self._http.post("/flush_cache")).status_code != 200:
             if reply.status_code != 400 or time.monotonic() > end:
-                raise DemoError(f"the server would not flush its cache: {reply.status_code} {reply.text}")
+                raise EngineError(f"the server would not flush its cache: {reply.status_code} {reply.text}")
             time.sleep(0.05)
 
     def generate(
@@ -106,7 +139,7 @@ class Engine:
 
     def _checked(self, reply: httpx.Response) -> httpx.Response:
         if reply.status_code != 200:
-            raise DemoError(
+            raise EngineError(
                 f"the server answered {reply.status_code} to {reply.request.method} {reply.request.url.path}: "
                 f"{reply.text[:500]}"
             )
@@ -119,40 +152,55 @@ def read_stream(lines: Iterable[str], sent_s: float, clock: Callable[[], float])
     Args:
         lines: The lines of the reply, as they arrive.
         sent_s: When the request was sent, by `clock`.
-        clock: Read when the first token is there and when the stream ends.
+        clock: Read once for each event that brings tokens, and when the stream ends.
 
     Raises:
-        DemoError: the stream reports an error, or holds no token.
+        EngineError: the stream reports an error, or holds no token.
     """
-    first_s: float | None = None
+    chunks: list[tuple[float, int]] = []
     output_ids: list[int] = []
     text = ""
     meta: dict[str, Any] = {}
     for event in _events(lines):
         if "error" in event:
-            raise DemoError(f"the server failed to generate: {event['error']}")
+            raise EngineError(f"the server failed to generate: {event['error']}")
         meta = event["meta_info"]
         new_ids = event.get("output_ids") or []
-        if first_s is None and meta.get("completion_tokens"):
-            first_s = clock()
+        tokens = meta.get("completion_tokens") or 0
+        if tokens > (chunks[-1][1] if chunks else 0):
+            chunks.append((clock() - sent_s, tokens))
         # A server may stream all ids so far in every event (the default) or only the new ones.
-        cumulative = len(new_ids) == meta.get("completion_tokens")
+        cumulative = len(new_ids) == tokens
         output_ids = new_ids if cumulative else output_ids + new_ids
         text = event.get("text", "") if cumulative else text + event.get("text", "")
-    end_s = clock()
-    if first_s is None:
-        raise DemoError("the server ended a generation before its first token")
+    total_s = clock() - sent_s
+    if not chunks:
+        raise EngineError("the server ended a generation before its first token")
     details = meta.get("cached_tokens_details") or {}
     return Generation(
-        ttft_s=first_s - sent_s,
-        total_s=end_s - sent_s,
+        ttft_s=chunks[0][0],
+        total_s=total_s,
         prompt_tokens=meta["prompt_tokens"],
         output_ids=output_ids,
         text=text,
         device_tokens=details.get("device", 0),
         host_tokens=details.get("host", 0),
         storage_tokens=details.get("storage", 0),
+        chunks=chunks,
+        times={name: float(meta[name]) for name in ENGINE_TIMES if meta.get(name) is not None},
     )
+
+
+def read_samples(text: str) -> dict[str, float]:
+    """Samples of a Prometheus exposition by name, summed over their labels."""
+    samples: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            # A label's value may hold blanks and braces; name and value cannot.
+            name = line.partition("{")[0].partition(" ")[0]
+            value = line.rpartition("}")[2].split() if "{" in line else line.split()[1:]
+            samples[name] = samples.get(name, 0.0) + float(value[0])
+    return samples
 
 
 def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from toolgap.demo.signals import Stopped, StopSignals
+from toolgap.signals import Stopped, StopSignals
 
 
 @pytest.mark.parametrize("number", StopSignals.NUMBERS)
