@@ -4,16 +4,14 @@ What a person reads goes to stdout as text, with ``--json`` as JSON; complaints 
 here knows more than the modules it calls: it reads options, prints, and chooses the exit status.
 """
 
-import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from enum import IntEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec
 
 import msgspec
 import typer
@@ -22,38 +20,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from toolgap import protocol
-from toolgap.client import DEFAULT_URL, SubmitFields, Toolgap, ToolgapError, ToolgapUnreachable
+from toolgap.bench.cli import app as bench_app
+from toolgap.client import DEFAULT_URL, SubmitFields, Toolgap
 from toolgap.doctor import Finding, Level, has_problem
 from toolgap.protocol import OperationStatus, Overview, State
 from toolgap.serve import ServeError
 from toolgap.settings import Settings, SettingsError, variable
+from toolgap.terminal import (
+    EXITS,
+    ApiKey,
+    Exit,
+    Json,
+    Url,
+    complain,
+    fail,
+    guarded,
+    print_json,
+    say,
+)
 
-
-class Exit(IntEnum):
-    """Exit statuses of every command, beside SGLang's own for ``serve``."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    UNREACHABLE = 3
-    REFUSED = 4
-    FAULT = 5
-    INTERRUPTED = 130
-
-
-EXITS: dict[Exit, str] = {
-    Exit.OK: "done; for wait: the whole prefix was restored",
-    Exit.FAILED: "the operation, a check or an invariant failed",
-    Exit.USAGE: "wrong options, arguments or settings",
-    Exit.UNREACHABLE: "no server answers, or one without Toolgap",
-    Exit.REFUSED: "the server refused: an API key, a limit, or what it cannot do",
-    Exit.FAULT: "a fault in toolgap; TOOLGAP_DEBUG=1 shows where",
-    Exit.INTERRUPTED: "interrupted",
-}
-
-URL_VARIABLE = "TOOLGAP_URL"
-API_KEY_VARIABLE = "TOOLGAP_API_KEY"
-DEBUG_VARIABLE = "TOOLGAP_DEBUG"
+P = ParamSpec("P")
 
 app = typer.Typer(
     name="toolgap",
@@ -65,20 +51,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-Url = Annotated[str, typer.Option("--url", envvar=URL_VARIABLE, help="The server.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        envvar=API_KEY_VARIABLE,
-        help="SGLang's admin API key if it has one, else its API key.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OperationId = Annotated[str, typer.Argument(metavar="ID", help="The operation's id.", show_default=False)]
 SglangArguments = Annotated[
     list[str] | None,
@@ -86,66 +58,6 @@ SglangArguments = Annotated[
         metavar="-- SGLANG-ARGUMENTS", help="SGLang's own arguments, after --.", show_default=False
     ),
 ]
-
-
-# ---- output and errors ----
-
-
-def _say(text: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(text, markup=False)
-
-
-def _complain(text: str) -> None:
-    Console(file=sys.stderr, highlight=False, soft_wrap=True).print(f"toolgap: {text}", markup=False)
-
-
-def _fail(status: Exit, text: str) -> NoReturn:
-    _complain(text)
-    raise typer.Exit(status)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
-def _guarded(function: Callable[P, None]) -> Callable[P, None]:
-    """A command that ends every error with a sentence and its exit status."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            function(*args, **kwargs)
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
-            raise  # typer's own affairs
-        except ToolgapError as refusal:
-            _fail(Exit.REFUSED, _refusal(refusal))
-        except ToolgapUnreachable as error:
-            if error.status_code is None:
-                _fail(
-                    Exit.UNREACHABLE,
-                    f"{error}. Is the server up, and is this its URL (--url, {URL_VARIABLE})?",
-                )
-            _fail(Exit.REFUSED if error.status_code in (401, 403) else Exit.UNREACHABLE, str(error))
-        except UnicodeEncodeError as error:
-            _fail(Exit.USAGE, f"an argument is not text: {error}")
-        except Exception as error:
-            if os.environ.get(DEBUG_VARIABLE):
-                raise
-            _fail(
-                Exit.FAULT,
-                f"a fault in toolgap: {type(error).__name__}: {error}. {DEBUG_VARIABLE}=1 shows where; "
-                "please report it.",
-            )
-
-    return run
-
-
-def _refusal(refusal: ToolgapError) -> str:
-    error = refusal.error
-    text = f"the server refused ({refusal.status_code} {error.code}): {error.message}"
-    return (
-        text if error.retry_after_s is None else f"{text}. Worth trying again in {error.retry_after_s:g} s."
-    )
 
 
 def _client(url: str, api_key: str | None) -> Toolgap:
@@ -159,7 +71,7 @@ def _client(url: str, api_key: str | None) -> Toolgap:
 
 
 @app.command()
-@_guarded
+@guarded
 def submit(
     text: Annotated[str | None, typer.Option(help="The prefix as text.", show_default=False)] = None,
     text_file: Annotated[
@@ -205,7 +117,7 @@ def submit(
 
 
 @app.command()
-@_guarded
+@guarded
 def status(
     operation_id: Annotated[
         str | None,
@@ -228,7 +140,7 @@ def status(
 
 
 @app.command()
-@_guarded
+@guarded
 def wait(
     operation_id: OperationId,
     timeout_s: Annotated[
@@ -243,14 +155,14 @@ def wait(
         try:
             outcome = toolgap.wait(operation_id, timeout_s)
         except TimeoutError as error:
-            _fail(Exit.FAILED, f"{error}; it goes on.")
+            fail(Exit.FAILED, f"{error}; it goes on.")
     _print_operation(outcome, as_json=as_json)
     if outcome.state is not State.RESTORED:
         raise typer.Exit(Exit.FAILED)
 
 
 @app.command()
-@_guarded
+@guarded
 def cancel(
     operation_id: OperationId, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: Json = False
 ) -> None:
@@ -282,7 +194,7 @@ def _read_ids(name: str) -> list[int]:
 
 def _print_operation(status: OperationStatus, *, as_json: bool) -> None:
     if as_json:
-        _print_json(status)
+        print_json(status)
         return
     reason = (
         "still going on" if status.reason is None else f"{status.reason}: {protocol.REASONS[status.reason]}"
@@ -303,23 +215,21 @@ def _print_operation(status: OperationStatus, *, as_json: bool) -> None:
     }
     width = max(map(len, rows))
     for name, value in rows.items():
-        _say(f"{name:{width}}  {value}")
+        say(f"{name:{width}}  {value}")
 
 
 def _print_overview(overview: Overview, *, as_json: bool) -> None:
     if as_json:
-        _print_json(overview)
+        print_json(overview)
         return
     engine = overview.engine
-    _say(f"namespace  {engine.namespace}{'  (paused)' if engine.paused else ''}")
-    _say(
+    say(f"namespace  {engine.namespace}{'  (paused)' if engine.paused else ''}")
+    say(
         f"storage    {engine.storage_backend or 'none attached'}, {engine.reads_in_flight} reads in flight, "
         f"{engine.prefetch_occupied_tokens} of {engine.prefetch_capacity_tokens} tokens"
     )
-    _say(f"host       {engine.host_free_tokens} of {engine.host_total_tokens} tokens free")
-    _say(
-        f"operations {len(overview.active)} active of {engine.max_operations}, {len(overview.recent)} recent"
-    )
+    say(f"host       {engine.host_free_tokens} of {engine.host_total_tokens} tokens free")
+    say(f"operations {len(overview.active)} active of {engine.max_operations}, {len(overview.recent)} recent")
     if overview.active or overview.recent:
         Console(highlight=False).print(_operations_table([*overview.active, *overview.recent]))
 
@@ -373,7 +283,7 @@ def _with_settings(function: Callable[P, None]) -> Callable[P, None]:
 
 @app.command()
 @_with_settings
-@_guarded
+@guarded
 def serve(
     arguments: SglangArguments = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on a CPU, without a GPU.")] = False,
@@ -410,7 +320,7 @@ def serve(
             default_cpu_model=_smollm2_path if only_print else _smollm2,
         )
     except (ServeError, SettingsError) as error:
-        _fail(Exit.USAGE, str(error))
+        fail(Exit.USAGE, str(error))
     if only_print:
         typer.echo(launch.as_shell(os.environ))
         return
@@ -421,9 +331,9 @@ def _smollm2() -> Path:
     from toolgap.cpu.model import ModelSetupError, ensure_smollm2
 
     try:
-        return ensure_smollm2(report=_complain)
+        return ensure_smollm2(report=complain)
     except ModelSetupError as error:
-        _fail(Exit.FAILED, str(error))
+        fail(Exit.FAILED, str(error))
 
 
 def _smollm2_path() -> Path:
@@ -434,7 +344,7 @@ def _smollm2_path() -> Path:
 
 
 @app.command()
-@_guarded
+@guarded
 def doctor(
     arguments: SglangArguments = None,
     url: Annotated[
@@ -467,7 +377,7 @@ def doctor(
     else:
         findings = _examine_server(url, api_key, prompt_tokens)
     if as_json:
-        _print_json(findings)
+        print_json(findings)
     else:
         _print_findings(findings)
     if has_problem(findings):
@@ -514,11 +424,11 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         table.add_row(f"[{_STYLES[finding.level]}]{finding.level}[/]", finding.name, text)
     Console(highlight=False).print(table)
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
-    _say(f"{problems} problem{'' if problems == 1 else 's'}" if problems else "No problems.")
+    say(f"{problems} problem{'' if problems == 1 else 's'}" if problems else "No problems.")
 
 
 @app.command()
-@_guarded
+@guarded
 def demo(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens before the tool call, at least.")] = 4096,
     trials: Annotated[int, typer.Option(min=1, help="How often each arm is played.")] = 3,
@@ -546,6 +456,9 @@ def demo(
     raise typer.Exit(main.run(prompt_tokens, trials, output, model=model, url=url, cpu=cpu))
 
 
+app.add_typer(bench_app)
+
+
 @app.command()
 def version() -> None:
     """Show the releases of Toolgap and of SGLang."""
@@ -555,5 +468,5 @@ def version() -> None:
         sglang = f"{metadata.version('sglang')} is installed"
     except metadata.PackageNotFoundError:
         sglang = "is not installed"
-    _say(f"toolgap {metadata.version('toolgap')} (protocol {protocol.VERSION})")
-    _say(f"sglang {sglang}; {', '.join(SUPPORTED)} is supported")
+    say(f"toolgap {metadata.version('toolgap')} (protocol {protocol.VERSION})")
+    say(f"sglang {sglang}; {', '.join(SUPPORTED)} is supported")

@@ -96,6 +96,10 @@ class Engine:
         """The server's SGLang release."""
         return str(self._checked(self._http.get("/server_info")).json().get("version", "unknown"))
 
+    def l1_tokens(self) -> int:
+        """What the device's KV cache holds."""
+        return int(self._checked(self._http.get("/server_info")).json()["max_total_num_tokens"])
+
     def set_prefetch_policy(self, backend: str, policy: str) -> None:
         """Change how long a request waits for its own storage read; SGLang wants an admin key for it."""
         body = {"hicache_storage_backend": backend, "hicache_storage_prefetch_policy": policy}

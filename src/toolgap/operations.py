@@ -42,6 +42,8 @@ class Operation:
     requested_tokens: int
     aligned_tokens: int
     ttl_s: float
+    submitted_ts: float = 0.0
+    """Unix time, for people and for comparing with an engine's own times."""
     accepted_at: float = 0.0
     ended_at: float | None = None
     state: State = State.QUERYING
@@ -58,6 +60,9 @@ class Operation:
     stopped_at: float = 0.0
     progressed_at: float = 0.0
     progress: tuple[State, int] = (State.QUERYING, 0)
+    queried_at: float | None = None
+    first_read_at: float | None = None
+    read_at: float | None = None
 
     def status(self, now: float) -> OperationStatus:
         """What a client is told."""
@@ -77,8 +82,15 @@ class Operation:
             stopping=self.stop is not None and self.ended_at is None,
             ttl_s=self.ttl_s,
             elapsed_s=round((now if self.ended_at is None else self.ended_at) - self.accepted_at, 6),
+            submitted_ts=self.submitted_ts,
+            queried_s=self._since_acceptance(self.queried_at),
+            first_read_s=self._since_acceptance(self.first_read_at),
+            read_s=self._since_acceptance(self.read_at),
             namespace=self.namespace,
         )
+
+    def _since_acceptance(self, at: float | None) -> float | None:
+        return None if at is None else round(at - self.accepted_at, 6)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the record is one that an operation can have."""
@@ -146,6 +158,10 @@ class OperationLog:
         if operation.progress != (state, read_tokens):
             operation.progress = (state, read_tokens)
             operation.progressed_at = self.watch()
+            if state is State.RESTORING and operation.queried_at is None:
+                operation.queried_at = self.clock()
+            if read_tokens and operation.first_read_at is None:
+                operation.first_read_at = self.clock()
 
     def request_stop(self, operation: Operation, stop: Stop) -> bool:
         """Ask an active operation to stop; the first request wins. False if one was made before."""

@@ -296,6 +296,16 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
     stopping: Annotated[bool, Meta(description="A cancel or expiry is taking effect.")] = False
     ttl_s: Annotated[float, Meta(description="Time after which its pending work is stopped.")]
     elapsed_s: Annotated[float, Meta(description="From acceptance to now, or to its end.")]
+    submitted_ts: Annotated[float, Meta(description="Unix time of acceptance, by the server's clock.")] = 0.0
+    queried_s: Annotated[float | None, Meta(description="From acceptance to knowing what storage holds.")] = (
+        None
+    )
+    first_read_s: Annotated[
+        float | None, Meta(description="From acceptance to the first pages having been read.")
+    ] = None
+    read_s: Annotated[
+        float | None, Meta(description="From acceptance to the last page having been read.")
+    ] = None
     namespace: Annotated[str, Meta(description="Fingerprint of what its KV is valid for.")]
 
 

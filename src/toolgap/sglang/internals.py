@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from toolgap.protocol import Reason, State
+from toolgap.sglang.storage_calls import StorageCalls
 
 SUPPORTED = ("0.5.23",)
 
@@ -242,6 +243,8 @@ class ReadResult(NamedTuple):
     """Host memory that was taken for it; None if none was."""
     read_tokens: int
     inserted_tokens: int
+    returned_at: float | None
+    """When the storage call returned, by the monotonic clock; None if it has not."""
 
 
 class OrdinaryRead(NamedTuple):
@@ -493,6 +496,7 @@ class Engine:
             allocated_tokens=allocated,
             read_tokens=0 if allocated is None or inserted is None else int(operation.completed_tokens),
             inserted_tokens=inserted or 0,
+            returned_at=StorageCalls.returned_at(operation),
         )
         self.own_tokens -= read.span_tokens
         self._finish(handle)

@@ -219,6 +219,7 @@ class Restorer:
             requested_tokens=len(token_ids),
             aligned_tokens=self.engine.align(len(token_ids)),
             ttl_s=order.ttl_s,
+            submitted_ts=time.time(),
         )
         match = self.engine.match(prefix)
         operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
@@ -439,6 +440,9 @@ class Restorer:
         result = engine.conclude(read)
         operation.read_tokens += result.read_tokens
         operation.inserted_tokens += result.inserted_tokens
+        if result.read_tokens:
+            operation.read_at = result.returned_at
+            operation.first_read_at = operation.first_read_at or result.returned_at
         operation.dropped_tokens += result.read_tokens - result.inserted_tokens
         if result.found_tokens is not None:
             operation.found_tokens = result.found_tokens

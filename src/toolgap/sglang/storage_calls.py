@@ -3,8 +3,12 @@
 SGLang ends its scheduler if it cannot join those threads within seconds when it resets the cache.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
+
+_RETURNED_AT = "toolgap_returned_at"
+"""Left on SGLang's record of the operation, so that it goes when that goes."""
 
 
 class StorageCalls:
@@ -23,6 +27,13 @@ class StorageCalls:
             return original(controller, operation)
         finally:
             self._in_flight.pop(id(operation), None)
+            setattr(operation, _RETURNED_AT, time.monotonic())
+
+    @staticmethod
+    def returned_at(operation: Any) -> float | None:
+        """When the last call for this operation returned, by the monotonic clock; None if none has."""
+        value: float | None = getattr(operation, _RETURNED_AT, None)
+        return value
 
     def running(self, operation: Any) -> bool:
         """Whether a call for this operation has not returned."""

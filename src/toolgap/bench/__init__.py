@@ -1,0 +1,1 @@
+"""The benchmark: arms, trials, evidence, verification."""

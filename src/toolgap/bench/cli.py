@@ -1,0 +1,307 @@
+"""The commands ``toolgap bench ...``: they read options, and know no more than the modules they call."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from toolgap.bench.arms import ARMS, Arm
+from toolgap.bench.errors import BenchError
+from toolgap.bench.plan import Plan
+from toolgap.terminal import API_KEY_VARIABLE, Exit, fail, guarded, print_json, say
+
+app = typer.Typer(
+    name="bench",
+    help="Measure restores on a real engine, and verify what was measured.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+GAPS_MS = (0.0, 100.0, 500.0, 1000.0, 3000.0)
+PAGE_TOKENS = 16
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A run's folder, such as evidence/RUN.", show_default=False)
+]
+
+
+class PageCacheState(StrEnum):
+    """What the operating system's page cache holds of L3 when a trial begins."""
+
+    WARM = "warm"
+    COLD = "cold"
+    UNKNOWN = "unknown"
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """Turn what a run cannot go on from into a sentence and an exit status."""
+    import httpx
+
+    from toolgap.bench.pagecache import PageCacheError
+    from toolgap.childserver import ServerError
+    from toolgap.engineclient import EngineError
+    from toolgap.signals import Stopped
+
+    try:
+        yield
+    except Stopped as stop:
+        with suppress(typer.Exit):
+            fail(
+                Exit.INTERRUPTED,
+                f"stopped by {stop}: what was measured is kept, and the same command goes on",
+            )
+        raise typer.Exit(128 + stop.number) from None
+    except (BenchError, ServerError, EngineError, PageCacheError) as error:
+        fail(Exit.FAILED, str(error))
+    except httpx.HTTPError as error:
+        fail(Exit.UNREACHABLE, f"the server does not answer any more: {error or type(error).__name__}")
+
+
+@app.command()
+@guarded
+def run(
+    recipe: Annotated[
+        str, typer.Option(help="What to find out; `toolgap bench recipes` lists them.")
+    ] = "matrix",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="The run's folder; a run that was stopped goes on.",
+            show_default="evidence/RECIPE",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="Path or hub name; on a CPU a small one is there.", show_default=False
+        ),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="The model's name in the report.", show_default=False)
+    ] = None,
+    cpu: Annotated[
+        bool | None,
+        typer.Option("--cpu/--gpu", help="Where to run; a GPU is taken if there is one.", show_default=False),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="A running server with Toolgap and --enable-metrics, whose caches are flushed.",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its admin API key.", show_default=False)
+    ] = None,
+    storage_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Its file backend's folder, if it is on this machine.", show_default=False
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None, typer.Option(min=512, help="Prompt sizes.", show_default="4096")
+    ] = None,
+    gap_ms: Annotated[
+        list[float] | None, typer.Option(min=0, help="Gaps.", show_default="0 100 500 1000 3000")
+    ] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help=f"Arms: {', '.join(ARMS)}.", show_default="all")
+    ] = None,
+    only_gap_ms: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARM=MS", help="Measure this arm at these gaps only.", show_default=False),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of each cell.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the prompts and the order of the trials.")] = 1,
+    page_tokens: Annotated[int, typer.Option(min=1, help="SGLang's --page-size.")] = PAGE_TOKENS,
+    page_cache: Annotated[
+        PageCacheState, typer.Option(help="The operating system's page cache of L3 when a trial begins.")
+    ] = PageCacheState.WARM,
+    deadline_s: Annotated[
+        float | None,
+        typer.Option("--deadline", metavar="SECONDS", help="Begin no trial after this.", show_default=False),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the recipe.", show_default=False),
+    ] = None,
+    difference: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What differs from a stock installation.", show_default=False),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- SGLANG-ARGUMENTS", help="For the server that is started.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Play a recipe's trials in a seeded random order, and write evidence."""
+    from toolgap.bench import main
+    from toolgap.bench.recipes import RECIPES
+    from toolgap.bench.server import Setup
+
+    chosen = RECIPES.get(recipe)
+    if chosen is None:
+        raise typer.BadParameter(f"{recipe!r} is no recipe: {', '.join(RECIPES)}")
+    values: dict[str, Any] = {
+        "gaps_ms": GAPS_MS,
+        "arms": tuple(Arm),
+        "prompt_tokens": (4096,),
+    } | chosen.defaults
+    if prompt_tokens:
+        values["prompt_tokens"] = tuple(prompt_tokens)
+    if gap_ms:
+        values["gaps_ms"] = tuple(gap_ms)
+    if arm:
+        values["arms"] = tuple(_arm(name) for name in arm)
+    options = dict(values.pop("options", {}))
+    options |= {name: _value(text) for name, text in map(_pair, option or [])}
+    if only_gap_ms:
+        options["only_gaps_ms"] = _only_gaps(only_gap_ms)
+    output = output or Path("evidence") / recipe
+    with _sentences():
+        target: main.Target
+        if url is not None:
+            if model is not None or cpu is not None or arguments:
+                raise typer.BadParameter(
+                    "a running server has its model, device and arguments: leave those out"
+                )
+            page_cache = page_cache if storage_dir is not None else PageCacheState.UNKNOWN
+            target = main.Target(None, url, api_key, storage_dir)
+            label = model_name or "the server's model"
+        else:
+            on_cpu, path = _where(model, cpu=cpu)
+            label = model_name or _label(path)
+        plan = Plan(
+            recipe=recipe,
+            seed=seed,
+            rounds=trials,
+            page_tokens=page_tokens,
+            page_cache=page_cache.value,
+            options=options,
+            prompt_tokens=values["prompt_tokens"],
+            gaps_ms=values["gaps_ms"],
+            arms=tuple(map(str, values["arms"])),
+        )
+        if url is None:
+            output.mkdir(parents=True, exist_ok=True)
+            log = output.parent / f".{output.name}.server.log"
+            target = main.Target(Setup(path, on_cpu, plan, tuple(arguments or ()), log=log))
+        console = Console(highlight=False, soft_wrap=True)
+        written = main.run(chosen, plan, target, output, label, difference or [], deadline_s, console)
+    from toolgap.bench.evidence import REPORT
+
+    say((output / REPORT).read_text(encoding="utf-8"))
+    say(f"written: {', '.join(str(file) for file in written)}")
+
+
+def _arm(name: str) -> str:
+    if name not in ARMS:
+        raise typer.BadParameter(f"{name!r} is no arm: {', '.join(ARMS)}")
+    return name
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _value(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _only_gaps(pairs: list[str]) -> dict[str, list[float]]:
+    only: dict[str, list[float]] = {}
+    for name, text in map(_pair, pairs):
+        value = _value(text)
+        if not isinstance(value, float):
+            raise typer.BadParameter(f"{text!r} is no gap in milliseconds")
+        only.setdefault(_arm(name), []).append(value)
+    return only
+
+
+def _where(model: str | None, *, cpu: bool | None) -> tuple[bool, str]:
+    """Whether to run on the CPU, and with which model."""
+    from toolgap.cpu.model import ModelSetupError, ensure_smollm2
+    from toolgap.hardware import find_gpu
+
+    gpu = None if cpu else find_gpu()
+    if cpu is False and gpu is None:
+        raise BenchError("a GPU is asked for, and SGLang can use none here")
+    if model is None and gpu is not None:
+        raise BenchError("on a GPU, say which model: --model PATH")
+    if model is None:
+        try:
+            model = str(ensure_smollm2(report=say))
+        except ModelSetupError as error:
+            raise BenchError(str(error)) from error
+    return gpu is None, model
+
+
+def _label(model: str) -> str:
+    return Path(model).name.removesuffix("-f32-1")
+
+
+@app.command()
+@guarded
+def recipes() -> None:
+    """List the recipes."""
+    from toolgap.bench.recipes import RECIPES
+
+    for name, recipe in RECIPES.items():
+        say(f"{name:16} {recipe.says}")
+
+
+@app.command()
+@guarded
+def report(folder: Folder) -> None:
+    """Write a run's report and charts again, from its manifest and trials."""
+    from toolgap.bench import report as reports
+
+    with _sentences():
+        for path in reports.make(folder):
+            say(str(path))
+
+
+@app.command()
+@guarded
+def verify(folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)]) -> None:
+    """Recompute every figure and validity rule of runs from their trials; fails on any difference."""
+    from toolgap.bench.verify import problems
+
+    failed = 0
+    for folder in folders:
+        found = problems(folder)
+        failed += bool(found)
+        say(f"{folder}: {'verified' if not found else 'NOT verified'}")
+        for problem in found:
+            say(f"  {problem}")
+    if failed:
+        fail(Exit.FAILED, f"{failed} of {len(folders)} runs do not agree with their trials")
+
+
+@app.command()
+@guarded
+def figures(folder: Folder) -> None:
+    """Print the medians of a run as JSON, one object a cell."""
+    from toolgap.bench import report as reports
+
+    with _sentences():
+        found = reports.figures(folder)
+    print_json(found)

@@ -1,0 +1,94 @@
+"""Plays one trial: the tool call leaves, the gap passes, the continuation is served one way."""
+
+import time
+
+from toolgap.bench.arms import Arm
+from toolgap.bench.plan import OUTPUT_TOKENS, Cell
+from toolgap.bench.records import Trial
+from toolgap.bench.stage import RESTORE_DEADLINE_S, Background, Stage, fresh_salt
+from toolgap.bench.validity import COUNTERS, PREFETCHED, judge
+
+
+def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float | None = None) -> Trial:
+    """Play one trial, and leave the stage as it was."""
+    arm = Arm(cell.arm)
+    prompt = stage.prompt(round_number, cell.prompt_tokens)
+    whole = len(prompt.prefix_ids)
+    stage.set_policy(arm.policy)
+    if arm is Arm.HOST:
+        stage.store_fillers()
+    stage.place_sentinel()
+    page_cache_share = stage.prepare_page_cache(prompt.pages)
+    if arm in (Arm.HOST, Arm.DEVICE):
+        stage.engine.generate(prompt.prefix_ids, max_new_tokens=1)
+    if arm is Arm.HOST:
+        stage.fill_device()
+    host_free = stage.host_free_tokens()
+    counters = stage.counters(COUNTERS)
+    gap_s = cell.gap_ms / 1e3
+    if cell.percent is not None and restore_estimate_ms is not None:
+        gap_s = cell.percent / 100 * restore_estimate_ms / 1e3
+
+    began_ts, called_s = time.time(), time.perf_counter()
+    operation_id = submit_ms = warm_up = None
+    if arm is Arm.AHEAD:
+        operation_id = stage.toolgap.submit(input_ids=prompt.prefix_ids).operation_id
+        submit_ms = (time.perf_counter() - called_s) * 1e3
+    elif arm is Arm.WARM_UP:
+        warm_up = Background(lambda: stage.engine.generate(prompt.prefix_ids, max_new_tokens=1))
+    time.sleep(max(0.0, called_s + gap_s - time.perf_counter()))
+    salt = fresh_salt() if arm is Arm.RECOMPUTE else None
+    sent_ts, sent_s = time.time(), time.perf_counter()
+    generation = stage.engine.generate(prompt.ids, max_new_tokens=OUTPUT_TOKENS, cache_salt=salt)
+
+    operation = None if operation_id is None else stage.toolgap.wait(operation_id, RESTORE_DEADLINE_S)
+    warmed = None
+    if warm_up is not None:
+        first = warm_up.result()
+        assert warm_up.ended_s is not None
+        warmed = {
+            "ttft_ms": first.ttft_s * 1e3,
+            "ended_before": warm_up.ended_s <= sent_s,
+            "device_tokens": first.device_tokens,
+            "host_tokens": first.host_tokens,
+            "storage_tokens": first.storage_tokens,
+        }
+    reads = arm in (Arm.AHEAD, Arm.ON_REQUEST, Arm.ON_REQUEST_WAIT)
+    after = stage.settled_counters(COUNTERS, PREFETCHED, counters[PREFETCHED] + (whole if reads else 0))
+    sentinel_tokens, sentinel_resident_tokens = stage.sentinel_tokens()
+    trial = Trial(
+        trial_id=cell.trial_id(round_number),
+        round=round_number,
+        cell=cell,
+        prefix_tokens=whole,
+        began_ts=round(began_ts, 6),
+        policy=arm.policy,
+        page_cache=stage.plan.page_cache,
+        page_cache_share=page_cache_share,
+        gap_ms=_ms(sent_s - called_s),
+        late_ms=_ms(sent_s - called_s - gap_s),
+        ttft_ms=_ms(generation.ttft_s),
+        total_ms=_ms(generation.total_s),
+        sent_ts=round(sent_ts, 6),
+        output_ids=generation.output_ids,
+        reference_ids=prompt.reference_ids,
+        device_tokens=generation.device_tokens,
+        host_tokens=generation.host_tokens,
+        storage_tokens=generation.storage_tokens,
+        counters={name: round(after[name] - counters[name], 6) for name in COUNTERS},
+        host_free_tokens=(host_free, stage.host_free_tokens()),
+        sentinel_tokens=sentinel_tokens,
+        sentinel_resident_tokens=sentinel_resident_tokens,
+        times=generation.times,
+        submit_ms=None if submit_ms is None else round(submit_ms, 3),
+        operation=operation,
+        warm_up=warmed,
+        restore_estimate_ms=restore_estimate_ms,
+    )
+    trial.invalid = judge(trial)
+    stage.settle()
+    return trial
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,12 @@
+"""The recipes, by name."""
+
+from typing import Any
+
+from toolgap.bench.recipe import Recipe
+from toolgap.bench.recipes.early_return import EarlyReturn
+from toolgap.bench.recipes.matrix import Matrix
+from toolgap.bench.recipes.no_continuation import NoContinuation
+
+RECIPES: dict[str, Recipe[Any]] = {
+    recipe.name: recipe for recipe in (Matrix(), EarlyReturn(), NoContinuation())
+}

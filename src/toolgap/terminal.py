@@ -1,0 +1,118 @@
+"""What every command shares: exit statuses, how it prints, how it ends, and common options."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+
+from toolgap.client import ToolgapError, ToolgapUnreachable
+
+
+class Exit(IntEnum):
+    """Exit statuses of every command, beside SGLang's own for ``serve``."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    REFUSED = 4
+    FAULT = 5
+    INTERRUPTED = 130
+
+
+EXITS: dict[Exit, str] = {
+    Exit.OK: "done; for wait: the whole prefix was restored",
+    Exit.FAILED: "the operation, a check or an invariant failed",
+    Exit.USAGE: "wrong options, arguments or settings",
+    Exit.UNREACHABLE: "no server answers, or one without Toolgap",
+    Exit.REFUSED: "the server refused: an API key, a limit, or what it cannot do",
+    Exit.FAULT: "a fault in toolgap; TOOLGAP_DEBUG=1 shows where",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+URL_VARIABLE = "TOOLGAP_URL"
+API_KEY_VARIABLE = "TOOLGAP_API_KEY"
+DEBUG_VARIABLE = "TOOLGAP_DEBUG"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Url = Annotated[str, typer.Option("--url", envvar=URL_VARIABLE, help="The server.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar=API_KEY_VARIABLE,
+        help="SGLang's admin API key if it has one, else its API key.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def say(text: str) -> None:
+    """Print a sentence for a person."""
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def complain(text: str) -> None:
+    """Print a sentence to stderr."""
+    Console(file=sys.stderr, highlight=False, soft_wrap=True).print(f"toolgap: {text}", markup=False)
+
+
+def fail(status: Exit, text: str) -> NoReturn:
+    """End the command with a sentence and this status."""
+    complain(text)
+    raise typer.Exit(status)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def guarded(function: Callable[P, None]) -> Callable[P, None]:
+    """A command that ends every error with a sentence and its exit status."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise  # typer's own affairs
+        except ToolgapError as refusal:
+            fail(Exit.REFUSED, refused(refusal))
+        except ToolgapUnreachable as error:
+            if error.status_code is None:
+                fail(
+                    Exit.UNREACHABLE,
+                    f"{error}. Is the server up, and is this its URL (--url, {URL_VARIABLE})?",
+                )
+            fail(Exit.REFUSED if error.status_code in (401, 403) else Exit.UNREACHABLE, str(error))
+        except UnicodeEncodeError as error:
+            fail(Exit.USAGE, f"an argument is not text: {error}")
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            fail(
+                Exit.FAULT,
+                f"a fault in toolgap: {type(error).__name__}: {error}. {DEBUG_VARIABLE}=1 shows where; "
+                "please report it.",
+            )
+
+    return run
+
+
+def refused(refusal: ToolgapError) -> str:
+    """A refusal in a sentence."""
+    error = refusal.error
+    text = f"the server refused ({refusal.status_code} {error.code}): {error.message}"
+    return (
+        text if error.retry_after_s is None else f"{text}. Worth trying again in {error.retry_after_s:g} s."
+    )
