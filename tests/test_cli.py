@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from toolgap import cli, doctor, serve
+from toolgap import cli, doctor, serve, terminal
 from toolgap.cli import EXITS, Exit, app
 from toolgap.client import Toolgap
 from toolgap.demo import main as demo
@@ -119,7 +119,8 @@ def test_help_says_every_exit_status() -> None:
 
 def test_variables_of_the_command_are_none_of_the_settings() -> None:
     settings = {variable(field.name) for field in fields(Settings)}
-    assert settings.isdisjoint({cli.URL_VARIABLE, cli.API_KEY_VARIABLE, cli.DEBUG_VARIABLE, "TOOLGAP_CPU"})
+    own = {terminal.URL_VARIABLE, terminal.API_KEY_VARIABLE, terminal.DEBUG_VARIABLE}
+    assert settings.isdisjoint({*own, "TOOLGAP_CPU"})
 
 
 def test_the_module_runs_as_the_command() -> None:

@@ -1,5 +1,6 @@
 """Charts that can be read in black and white."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from toolgap.bench.spread import Spread
 MARKERS = "so^Dv<>"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 ENDINGS = (".png", ".svg")
+
+
+def available() -> bool:
+    """Whether charts can be drawn here."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def figure(title: str, x_label: str, y_label: str) -> tuple[Any, Any]:

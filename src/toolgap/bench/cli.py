@@ -195,15 +195,18 @@ def run(
             arms=tuple(map(str, values["arms"])),
         )
         if url is None:
-            output.mkdir(parents=True, exist_ok=True)
+            output.parent.mkdir(parents=True, exist_ok=True)
             log = output.parent / f".{output.name}.server.log"
             target = main.Target(Setup(path, on_cpu, plan, tuple(arguments or ()), log=log))
         console = Console(highlight=False, soft_wrap=True)
         written = main.run(chosen, plan, target, output, label, difference or [], deadline_s, console)
+    from toolgap.bench import charts
     from toolgap.bench.evidence import REPORT
 
     say((output / REPORT).read_text(encoding="utf-8"))
     say(f"written: {', '.join(str(file) for file in written)}")
+    if not charts.available():
+        say("no charts: they need matplotlib (pip install 'toolgap[bench]', then toolgap bench report)")
 
 
 def _arm(name: str) -> str:

@@ -126,6 +126,10 @@ def _manifest(
     differences: Sequence[str],
 ) -> Manifest:
     setup = target.setup
+    try:
+        changed, touched = machine.changed_files("sglang"), machine.sglang_digests()
+    except ValueError as error:
+        raise BenchError(f"a run needs SGLang's files, for their digests: {error}") from error
     arguments, environment = setup.published() if setup is not None else ([], {})
     engine: dict[str, Any] = {} if stage is None else msgspec.to_builtins(stage.toolgap.overview().engine)
     cpu = setup is not None and setup.cpu
@@ -148,9 +152,9 @@ def _manifest(
             *differences,
             f"SGLang's plugins here: {', '.join(machine.plugins())}",
         ],
-        sglang_files_changed=machine.changed_files("sglang"),
+        sglang_files_changed=changed,
         toolgap_sha256=machine.toolgap_digests(),
-        sglang_sha256=machine.sglang_digests(),
+        sglang_sha256=touched,
     )
 
 

@@ -63,8 +63,8 @@ def text(recipe: Recipe[Any], evidence: Evidence[Any]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def make(folder: Path, *, draw: bool = True) -> list[Path]:
-    """Write the report and the charts of a run; the files written.
+def make(folder: Path) -> list[Path]:
+    """Write the report and, where matplotlib is installed, the charts of a run; the files written.
 
     Raises:
         BenchError: the folder holds no run, or no trial.
@@ -74,7 +74,7 @@ def make(folder: Path, *, draw: bool = True) -> list[Path]:
         raise BenchError(f"{folder} has no trials yet")
     written = [folder / REPORT]
     write(folder / REPORT, text(recipe, evidence).encode())
-    if draw:
+    if charts.available():
         figures = recipe.charts(evidence.manifest, evidence.trials)
         written += charts.save(folder, figures, sha256(folder / TRIALS))
     return written

@@ -145,7 +145,8 @@ class Stage:
             pagecache.drop(paths)
         elif pagecache.resident_share(paths) < 1.0:
             pagecache.warm(paths)
-        return pagecache.resident_share(paths)
+        share: float = pagecache.resident_share(paths)
+        return share
 
     # ---- counts ----
 

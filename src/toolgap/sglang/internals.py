@@ -137,6 +137,13 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
 _READ_ATTRIBUTES = ("storage_hit_count", "completed_tokens", "host_indices", "query_pool_hit_pages")
 
 
+def touched() -> tuple[str, ...]:
+    """Dotted names of everything in SGLang that is hooked or called."""
+    # The cache inherits `finish`: the class that has it stands beside the one that is asked for it.
+    inherited = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
+    return (*(_HTTP_SIGNATURES | _SCHEDULER_SIGNATURES), inherited)
+
+
 def check(*, http: bool = True) -> list[str]:
     """What of the installed SGLang differs from what Toolgap expects; empty if nothing does.
 

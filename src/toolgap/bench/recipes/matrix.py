@@ -217,7 +217,9 @@ def timeline(plan: Plan, trials: Sequence[Trial]) -> str:
             continue
         row = [f"{gap_ms:g} ms"]
         for step in STEPS.values():
-            known = [value * 1e3 for t in own if t.operation and (value := getattr(t.operation, step)) is not None]
+            known = [
+                value * 1e3 for t in own if t.operation and (value := getattr(t.operation, step)) is not None
+            ]
             row.append(tables.p50(known))
         for begin, end in (
             (None, "request_received_ts"),
