@@ -4,7 +4,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-unit test-engine lint format typecheck docs docs-check clean
+.PHONY: help env demo bench verify-evidence test test-unit test-engine lint format typecheck docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -14,6 +14,12 @@ env: ## Set up the environment: a shared one of 6.2 GiB, once, and a thin .venv 
 
 demo: ## Set up, then watch one agent turn on a real model
 	@scripts/demo
+
+bench: env ## Measure on this machine's CPU: the matrix of evidence/cpu-matrix, a quarter of an hour
+	@.venv/bin/toolgap bench run --cpu -o bench-output/matrix
+
+verify-evidence: env ## Recompute every figure of evidence/ from its raw trials, and compare
+	@.venv/bin/python scripts/evidence.py
 
 test: ## Set up, then run every test
 	@scripts/test
@@ -41,4 +47,4 @@ docs-check: env ## Check those pages, and the links, headings and make targets i
 	@.venv/bin/python scripts/docs_check.py
 
 clean: ## Remove .venv, caches and build output; the shared environment stays
-	rm -rf .venv build dist demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from toolgap import cli, doctor, serve, terminal
-from toolgap.cli import EXITS, Exit, app
+from toolgap.cli import app
 from toolgap.client import Toolgap
 from toolgap.demo import main as demo
 from toolgap.doctor import Installation
@@ -30,6 +30,7 @@ from toolgap.protocol import (
     State,
 )
 from toolgap.settings import Settings, variable
+from toolgap.terminal import EXITS, Exit
 
 ENGINE = EngineStatus(
     namespace="0123456789abcdef",

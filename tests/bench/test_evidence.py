@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,18 @@ from toolgap.bench.records import Trial
 from toolgap.bench.verify import problems
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = run(tmp_path)
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose report and charts are made; charts take a second, so they are made once."""
+    made = run(tmp_path_factory.mktemp("verified"))
     report.make(made)
     return made
+
+
+@pytest.fixture
+def folder(verified: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return Path(shutil.copytree(verified, tmp_path / verified.name))
 
 
 def test_what_was_measured_is_verified(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -100,13 +100,8 @@ class Evidence(Generic[T]):
             if (folder / TRIALS).exists():
                 raise BenchError(f"{folder} has trials and no manifest: choose another folder")
             write(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
-        evidence = cls.load(folder, trial_type)
-        if differing := differences(evidence.manifest.same_run(), manifest.same_run()):
-            raise BenchError(
-                f"{folder} holds another run, which cannot go on here; different are: {', '.join(differing)}. "
-                "Choose another folder, or go back to what it was measured with"
-            )
-        return evidence
+        check_same_run(folder, manifest)
+        return cls.load(folder, trial_type)
 
     def append(self, trial: T) -> None:
         """Add a trial; it survives whatever comes next."""
@@ -115,6 +110,30 @@ class Evidence(Generic[T]):
             file.flush()
             os.fsync(file.fileno())
         self.trials.append(trial)
+
+
+def check_same_run(folder: Path, manifest: Manifest, unknown: Sequence[str] = ()) -> None:
+    """Check that a folder's run, if it holds one, can go on under a manifest.
+
+    Args:
+        folder: A run's folder, or one that is not there yet.
+        manifest: What the run would be measured on now.
+        unknown: What of :meth:`Manifest.same_run` the manifest does not know yet.
+
+    Raises:
+        BenchError: it cannot; the differences are named.
+    """
+    if not (folder / MANIFEST).exists():
+        return
+    before, now = read_manifest(folder).same_run(), manifest.same_run()
+    for name in unknown:
+        before.pop(name)
+        now.pop(name)
+    if differing := differences(before, now):
+        raise BenchError(
+            f"{folder} holds another run, which cannot go on here; different are: {', '.join(differing)}. "
+            "Choose another folder, or go back to what it was measured with"
+        )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -164,8 +183,3 @@ def _drop_torn_line(path: Path) -> None:
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
         write(path, whole)
-
-
-def done(trials: Sequence[T], trial_id: Callable[[T], str]) -> set[str]:
-    """Ids of trials that need not be played again."""
-    return {trial_id(trial) for trial in trials}

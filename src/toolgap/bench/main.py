@@ -21,7 +21,7 @@ from rich.progress import (
 
 from toolgap.bench import machine, report
 from toolgap.bench.errors import BenchError
-from toolgap.bench.evidence import Evidence, Manifest
+from toolgap.bench.evidence import Evidence, Manifest, check_same_run
 from toolgap.bench.plan import Plan
 from toolgap.bench.recipe import Recipe
 from toolgap.bench.server import Setup
@@ -93,6 +93,8 @@ def run(
     """
     begin_s = time.monotonic()
     progress = _Progress(console)
+    # Another run's folder is told before a server has been started for nothing.
+    check_same_run(folder, _manifest(recipe, plan, target, None, folder, model, differences), ("hardware",))
     opened = nullcontext(None) if recipe.own_servers else target.stage(plan, progress.say)
     if recipe.own_servers and target.setup is None:
         raise BenchError(f"the recipe {recipe.name} starts its own servers: leave --url out")

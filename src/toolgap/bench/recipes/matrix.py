@@ -125,25 +125,24 @@ class Matrix:
         return f"Median [least, most] of the valid trials (their number).\n\n{table}"
 
     def _ratios(self, plan: Plan, trials: Sequence[Trial]) -> str:
-        bound = Spread.of(t.ttft_ms for t in trials if t.cell.arm == Arm.HOST and not t.invalid)
         rows = []
         for gap_ms in plan.gaps_ms:
             ahead = _valid(trials, Arm.AHEAD, gap_ms)
             c = Spread.of(trial.ttft_ms for trial in ahead)
-            row = [f"{gap_ms:g} ms", tables.ratio(c, bound)]
-            for arm in (Arm.ON_REQUEST, Arm.RECOMPUTE, Arm.WARM_UP):
-                other = Spread.of(trial.ttft_ms for trial in _valid(trials, arm, gap_ms))
-                if other is None:
-                    # Measured at fewer gaps, because no gap changes it.
-                    other = Spread.of(t.ttft_ms for t in trials if t.cell.arm == arm and not t.invalid)
-                row.append(tables.ratio(other, c))
+            row = [f"{gap_ms:g} ms", tables.ratio(c, _ttft_ms(trials, Arm.HOST, gap_ms))]
+            row += [
+                tables.ratio(_ttft_ms(trials, arm, gap_ms), c)
+                for arm in (Arm.ON_REQUEST, Arm.RECOMPUTE, Arm.WARM_UP)
+            ]
             joined = sum(trial.joined for trial in ahead)
             row.append(f"{len(ahead) - joined} ahead, {joined} joined")
             row.append(tables.spread(Spread.of(trial.late_ms for trial in ahead)))
             rows.append(row)
         head = ["gap", "C / L2 bound", "B / C", "A / C", "W / C", "restores in C", "sent late by, ms"]
-        return "Ratios of medians. The L2 bound is the median of arm L2 over all gaps.\n\n" + tables.table(
-            head, rows
+        return (
+            "Ratios of medians at the same gap; an arm that was not measured at a gap stands with its median "
+            "over those at which it was. *Late* is by how much a submit's own reply delays the continuation.\n\n"
+            + tables.table(head, rows)
         )
 
     def _observations(self, trials: Sequence[Trial]) -> str:
@@ -184,6 +183,12 @@ class Matrix:
             for tokens in manifest.plan.prompt_tokens
             if (own := [trial for trial in valid if trial.cell.prompt_tokens == tokens])
         }
+
+
+def _ttft_ms(trials: Sequence[Trial], arm: str, gap_ms: float) -> Spread | None:
+    """At a gap, or over all gaps if the arm was not measured at this one."""
+    own = _valid(trials, arm, gap_ms) or [t for t in trials if t.cell.arm == arm and not t.invalid]
+    return Spread.of(trial.ttft_ms for trial in own)
 
 
 def _valid(trials: Sequence[Trial], arm: str, gap_ms: float) -> list[Trial]:
