@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import until
+from harness import ADMIN_KEY, PAGE, Server, until
 
 from toolgap.bench.evidence import MANIFEST, TRIALS
 from toolgap.bench.verify import problems
@@ -94,3 +94,52 @@ def test_a_run_is_interrupted_goes_on_and_is_verified(model: Path, tmp_path: Pat
     assert other.returncode == 1
     assert "plan.seed" in other.stderr
     assert lines(folder) == all_lines
+
+
+def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "toolgap", "bench", "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_running_server_is_measured_and_left_as_it_was(server: Server, tmp_path: Path) -> None:
+    policy = server.toolgap.overview().engine.prefetch_policy
+    there = ("--url", server.url, "--api-key", ADMIN_KEY, "--storage-dir", str(server.storage))
+    what = ("--prompt-tokens", "1024", "--gap-ms", "0", "--trials", "1", "--page-tokens", str(PAGE))
+    folder = tmp_path / "there"
+    done = bench("-o", str(folder), "--page-cache", "warm", *there, *what)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = [json.loads(line) for line in lines(folder)]
+    assert {trial["cell"]["arm"] for trial in trials} == set(ARMS)
+    assert {trial["trial_id"]: trial["invalid"] for trial in trials if trial["invalid"]} == {}
+    assert problems(folder) == []
+    assert server.toolgap.overview().engine.prefetch_policy == policy
+    assert str(server.storage) not in (folder / MANIFEST).read_text()
+    assert server.url not in (folder / MANIFEST).read_text()
+
+
+@pytest.mark.parametrize("recipe", ["no-continuation", "early-return"])
+def test_other_recipes_on_a_running_server(server: Server, tmp_path: Path, recipe: str) -> None:
+    there = ("--url", server.url, "--api-key", ADMIN_KEY, "--storage-dir", str(server.storage))
+    folder = tmp_path / recipe
+    done = bench("--recipe", recipe, "-o", str(folder), *there, "--prompt-tokens", "1024", "--trials", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    invalid = {
+        line["trial_id"]: line["invalid"] for line in map(json.loads, lines(folder)) if line["invalid"]
+    }
+    assert invalid == {}
+    assert problems(folder) == []
+
+
+def test_what_keeps_a_run_from_starting_is_said(server: Server, tmp_path: Path) -> None:
+    there = ("--url", server.url, "--api-key", ADMIN_KEY)
+    wrong_page = bench("-o", str(tmp_path / "a"), *there, "--page-tokens", "64")
+    assert (wrong_page.returncode, "--page-tokens" in wrong_page.stderr) == (1, True)
+    no_servers_of_its_own = bench("--recipe", "overhead", "-o", str(tmp_path / "b"), *there)
+    assert (no_servers_of_its_own.returncode, "leave --url out" in no_servers_of_its_own.stderr) == (1, True)
+    nobody = bench("-o", str(tmp_path / "c"), "--url", "http://127.0.0.1:9")
+    assert nobody.returncode == 3
+    assert "Traceback" not in wrong_page.stderr + no_servers_of_its_own.stderr + nobody.stderr

@@ -10,9 +10,9 @@ from harness import ADMIN_KEY, PAGE, Server
 from typer.testing import CliRunner
 
 from toolgap import doctor
+from toolgap.cli import app
 from toolgap.doctor import RULES, Finding, Level
 from toolgap.sglang.internals import SUPPORTED
-from toolgap.cli import app
 from toolgap.terminal import Exit
 
 pytestmark = pytest.mark.engine

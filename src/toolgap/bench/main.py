@@ -63,7 +63,13 @@ class Target:
                 raise BenchError(f"the server's pages have {status.page_tokens} tokens: say --page-tokens")
             l1_tokens = engine.l1_tokens()
             backend = status.storage_backend or "file"
-            yield Stage(engine, toolgap, plan, l1_tokens, self.storage, backend, status.prefetch_policy)
+            policy = status.prefetch_policy
+            stage = Stage(engine, toolgap, plan, l1_tokens, self.storage, backend, policy)
+            try:
+                yield stage
+            finally:
+                # Somebody else's server is left as it was.
+                stage.set_policy(policy)
 
 
 def run(
@@ -92,12 +98,12 @@ def run(
         BenchError: it cannot be played.
     """
     begin_s = time.monotonic()
+    if recipe.own_servers and target.setup is None:
+        raise BenchError(f"the recipe {recipe.name} starts its own servers: leave --url out")
     progress = _Progress(console)
     # Another run's folder is told before a server has been started for nothing.
     check_same_run(folder, _manifest(recipe, plan, target, None, folder, model, differences), ("hardware",))
     opened = nullcontext(None) if recipe.own_servers else target.stage(plan, progress.say)
-    if recipe.own_servers and target.setup is None:
-        raise BenchError(f"the recipe {recipe.name} starts its own servers: leave --url out")
     with StopSignals(), progress, opened as stage:
         manifest = _manifest(recipe, plan, target, stage, folder, model, differences)
         evidence = Evidence.open(folder, recipe.trial_type, manifest)
