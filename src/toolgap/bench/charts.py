@@ -102,3 +102,26 @@ def unmarked(paths: Sequence[Path], digest: str) -> list[Path]:
     """Charts that were drawn from other trials, or are missing."""
     mark = marked(digest).encode()
     return [path for path in paths if not path.is_file() or mark not in path.read_bytes()]
+
+
+def distributions(title: str, label: str, series: dict[str, list[float]]) -> Any:
+    """For each value the share of values that are at most that."""
+    result, axes = figure(title, label, "share that is at most this")
+    from matplotlib.ticker import FuncFormatter
+
+    for number, (name, values) in enumerate(series.items()):
+        ordered = sorted(values)
+        axes.step(
+            ordered,
+            [(rank + 1) / len(ordered) for rank in range(len(ordered))],
+            where="post",
+            label=f"{name} ({len(ordered):,})",
+            color="black" if number else "0.45",
+            linestyle=STYLES[number],
+            linewidth=1.5,
+        )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylim(0, 1.01)
+    axes.legend(frameon=False, loc="lower right")
+    return result

@@ -1,5 +1,6 @@
 """Markdown, as reports need it. No I/O."""
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -57,3 +58,8 @@ def hardware(manifest: Manifest) -> str:
     if manifest.engine.get("device") == "cpu" or not gpus:
         return cpu
     return f"{len(gpus)} x {gpus[0]['name']}" if len(gpus) > 1 else str(gpus[0]["name"])
+
+
+def counted(counts: Counter[str]) -> str:
+    """Names with their counts."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))

@@ -5,10 +5,18 @@ from typing import Any
 from toolgap.bench.recipe import Recipe
 from toolgap.bench.recipes.bystanders import Bystanders
 from toolgap.bench.recipes.early_return import EarlyReturn
+from toolgap.bench.recipes.many_agents import ManyAgents
 from toolgap.bench.recipes.matrix import Matrix
 from toolgap.bench.recipes.no_continuation import NoContinuation
 from toolgap.bench.recipes.overhead import Overhead
 
-RECIPES: dict[str, Recipe[Any]] = {
-    recipe.name: recipe for recipe in (Matrix(), EarlyReturn(), NoContinuation(), Bystanders(), Overhead())
-}
+_ALL: tuple[Recipe[Any], ...] = (
+    Matrix(),
+    EarlyReturn(),
+    NoContinuation(),
+    Bystanders(),
+    Overhead(),
+    ManyAgents(),
+)
+
+RECIPES = {recipe.name: recipe for recipe in _ALL}

@@ -240,7 +240,7 @@ class Bystanders:
             title = f"{manifest.model}, {tables.hardware(manifest)}: bystanders of {tokens:,}-token restores"
             for name, label in (("ttft", "time to first token, ms"), ("itl", "inter-token latency, ms")):
                 series = {f"{arm} restores": METRICS[name](valid, arm) for arm in (WITHOUT, WITH)}
-                drawn[f"bystanders-{name}-{tokens}"] = _distributions(title, label, series)
+                drawn[f"bystanders-{name}-{tokens}"] = charts.distributions(title, label, series)
         return drawn
 
 
@@ -340,38 +340,11 @@ def _restores(trials: Sequence[Window]) -> str:
     restoring_s = sum(restores.restoring_s for restores in own)
     took = Spread.of(value for restores in own for value in restores.elapsed_ms)
     return (
-        f"Restores: {sum(states.values())} ({_counted(states)}), each in {tables.spread(took)} ms; they read "
+        f"Restores: {sum(states.values())} ({tables.counted(states)}), each in {tables.spread(took)} ms; they read "
         f"{read_tokens:,} tokens, {tables.number(read_tokens / restoring_s) if restoring_s else '-'} a second. "
         f"{sum(restores.resident for restores in own)} submits found their prefix resident; refused and tried "
-        f"again: {_counted(refused) or 'none'}."
+        f"again: {tables.counted(refused) or 'none'}."
     )
-
-
-def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-
-
-def _distributions(title: str, label: str, series: dict[str, list[float]]) -> Any:
-    """For each value the share of values that are at most that."""
-    result, axes = charts.figure(title, label, "share that is at most this")
-    from matplotlib.ticker import FuncFormatter
-
-    for number, (name, values) in enumerate(series.items()):
-        ordered = sorted(values)
-        axes.step(
-            ordered,
-            [(rank + 1) / len(ordered) for rank in range(len(ordered))],
-            where="post",
-            label=f"{name} ({len(ordered):,})",
-            color="black" if number else "0.45",
-            linestyle=charts.STYLES[number],
-            linewidth=1.5,
-        )
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylim(0, 1.01)
-    axes.legend(frameon=False, loc="lower right")
-    return result
 
 
 def _store(stage: Stage, tokens: int, say: Callable[[str], None]) -> list[Prompt]:
