@@ -512,7 +512,8 @@ def _restores(trials: Sequence[Crowd]) -> str:
     return (
         f"{tables.table(['operations', ''], rows) if rows else 'No operation.'}\n\n"
         f"Refused, by code: {tables.counted(refused) or 'none'}. "
-        f"{sum(one.joined_requests for one in own)} requests joined an operation's read. Operations read {read:,} tokens, of which {unused:,} were not found by their "
+        f"{sum(one.joined_requests for one in own)} requests joined an operation's read. "
+        f"Operations read {read:,} tokens, of which {unused:,} were not found by their "
         f"continuation. {len(early)} operations found their whole prefix resident, since the tool call had just "
         f"left, and read nothing; in {gone} of these the prefix had left L1 and L2, in part or whole, when the "
         "continuation came: those restores were submitted too early to be of use."
