@@ -93,7 +93,7 @@ def test_a_window_survives_its_file() -> None:
 def test_every_arm_of_every_round_is_planned() -> None:
     found = RECIPE.planned(PLAN)
     assert found == ["r0-4096-without-0ms", "r0-4096-with-0ms", "r1-4096-without-0ms", "r1-4096-with-0ms"]
-    assert RECIPE.trial_id(window(WITH, 1)) == found[3]
+    assert window(WITH, 1).trial_id == found[3]
 
 
 def double(round_number: int = 0, **fields: Any) -> Window:

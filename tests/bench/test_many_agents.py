@@ -134,7 +134,7 @@ def test_every_arm_of_every_round_is_planned() -> None:
         "r1-2048-stock-0ms",
         "r1-2048-toolgap-0ms",
     ]
-    assert RECIPE.trial_id(crowd(TOOLGAP, 1)) == found[3]
+    assert crowd(TOOLGAP, 1).trial_id == found[3]
 
 
 def test_nothing_is_started_for_a_run_that_is_done() -> None:

@@ -93,7 +93,7 @@ def test_a_burst_survives_its_file() -> None:
 def test_every_server_of_every_round_is_planned() -> None:
     found = RECIPE.planned(PLAN)
     assert found == ["r0-1024-stock-0ms", "r0-1024-toolgap-0ms", "r1-1024-stock-0ms", "r1-1024-toolgap-0ms"]
-    assert RECIPE.trial_id(burst(TOOLGAP, 1)) == found[3]
+    assert burst(TOOLGAP, 1).trial_id == found[3]
 
 
 def test_only_valid_bursts_of_one_round_and_size_are_a_pair() -> None:

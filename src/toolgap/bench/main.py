@@ -108,7 +108,7 @@ def run(
         manifest = _manifest(recipe, plan, target, stage, folder, model, differences)
         evidence = Evidence.open(folder, recipe.trial_type, manifest)
         planned = recipe.planned(plan)
-        done = {recipe.trial_id(trial) for trial in evidence.trials}
+        done = {trial.trial_id for trial in evidence.trials}
         progress.total(len(planned), len(done))
         with closing(recipe.steps(plan, stage, target.setup, done, progress.say)) as steps:  # type: ignore[type-var]
             for step in steps:
@@ -118,7 +118,7 @@ def run(
                 progress.say(step.trial_id)
                 trial = step.play()
                 evidence.append(trial)
-                progress.advance(len(recipe.recorded(trial)) > 0)
+                progress.advance(len(trial.invalid) > 0)
     if not evidence.trials:
         raise BenchError("no trial was played: give it more time (--deadline)")
     return report.make(folder)

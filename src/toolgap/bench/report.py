@@ -29,10 +29,10 @@ def text(recipe: Recipe[Any], evidence: Evidence[Any]) -> str:
     """The report, whole: the same bytes for the same manifest and trials."""
     manifest, trials = evidence.manifest, evidence.trials
     plan, folder = manifest.plan, evidence.folder
-    invalid = [(recipe.trial_id(trial), recipe.judge(trial)) for trial in trials]
+    invalid = [(trial.trial_id, recipe.judge(trial)) for trial in trials]
     invalid = [(trial_id, reasons) for trial_id, reasons in invalid if reasons]
     planned = recipe.planned(plan)
-    played = {recipe.trial_id(trial) for trial in trials}
+    played = {trial.trial_id for trial in trials}
     cut = [trial_id for trial_id in planned if trial_id not in played]
     facts = [
         ["recipe", f"{recipe.name}: {recipe.says}"],

@@ -22,14 +22,12 @@ def problems(folder: Path) -> list[str]:
     if manifest.run != folder.resolve().name:
         found.append(f"the manifest is that of the run {manifest.run!r}")
     planned = set(recipe.planned(manifest.plan))
-    times = Counter(recipe.trial_id(trial) for trial in evidence.trials)
+    times = Counter(trial.trial_id for trial in evidence.trials)
     found += [f"trial {trial_id}: not in the plan" for trial_id in times if trial_id not in planned]
     found += [f"trial {trial_id}: there {count} times" for trial_id, count in times.items() if count > 1]
     for trial in evidence.trials:
-        if (judged := recipe.judge(trial)) != (noted := recipe.recorded(trial)):
-            found.append(
-                f"trial {recipe.trial_id(trial)}: noted as {noted or 'valid'}, and is {judged or 'valid'}"
-            )
+        if (judged := recipe.judge(trial)) != (noted := trial.invalid):
+            found.append(f"trial {trial.trial_id}: noted as {noted or 'valid'}, and is {judged or 'valid'}")
     try:
         written = (folder / REPORT).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

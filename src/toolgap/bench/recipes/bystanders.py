@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from toolgap.bench import charts, tables
 from toolgap.bench.evidence import Manifest
 from toolgap.bench.load import arrivals, cached_tokens, closed_loop, inter_token_ms, open_loop, outputs_sha256
-from toolgap.bench.plan import Cell, Plan, prompt_ids, shuffled
-from toolgap.bench.recipe import Figure, Step
+from toolgap.bench.plan import Cell, Plan, prompt_ids
+from toolgap.bench.recipe import Recipe, Step
 from toolgap.bench.server import Setup
 from toolgap.bench.spread import Spread, percentile
 from toolgap.bench.stage import RESTORE_DEADLINE_S, VOCABULARY, Prompt, Stage, fresh_salt
@@ -133,30 +133,17 @@ RULES = (
 )
 
 
-class Bystanders:
+class Bystanders(Recipe[Window]):
     """Windows of equal traffic, in which restores run all the time or not at all."""
 
     name = "bystanders"
     says = "TTFT and inter-token latency of unrelated traffic, with and without restores running"
     trial_type = Window
-    defaults: dict[str, Any] = {"prompt_tokens": (4096,), "gaps_ms": (0.0,), "arms": (WITHOUT, WITH)}
-    own_servers = False
-
-    def trial_id(self, trial: Window) -> str:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.trial_id
-
-    def cells(self, plan: Plan) -> list[Cell]:
-        """What is measured in every round."""
-        return [
-            Cell(prompt_tokens=tokens, arm=arm, gap_ms=0.0)
-            for tokens in plan.prompt_tokens
-            for arm in plan.arms
-        ]
-
-    def planned(self, plan: Plan) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return [cell.trial_id(number) for number in range(plan.rounds) for cell in self.cells(plan)]
+    defaults: ClassVar[dict[str, Any]] = {
+        "prompt_tokens": (4096,),
+        "gaps_ms": (0.0,),
+        "arms": (WITHOUT, WITH),
+    }
 
     def steps(
         self, plan: Plan, stage: Stage | None, setup: Setup | None, done: set[str], say: Callable[[str], None]
@@ -168,48 +155,25 @@ class Bystanders:
         prompts = {tokens: _store(stage, tokens, say) for tokens in plan.prompt_tokens}
         say("warming up")
         warm_up(stage, next(iter(prompts.values()))[0])
-        for number in range(plan.rounds):
-            for cell in shuffled(self.cells(plan), plan.seed, number):
-                trial_id = cell.trial_id(number)
-                if trial_id not in done:
-                    yield Step(
-                        trial_id,
-                        lambda cell=cell, number=number: play(  # type: ignore[misc]
-                            stage, cell, number, prompts[cell.prompt_tokens]
-                        ),
-                    )
+        for trial_id, cell, number in self.left(plan, done):
+            yield Step(
+                trial_id,
+                lambda cell=cell, number=number: play(  # type: ignore[misc]
+                    stage, cell, number, prompts[cell.prompt_tokens]
+                ),
+            )
+
+    def ttft_ms(self, trial: Window) -> Sequence[float]:
+        """See :class:`~toolgap.bench.recipe.Recipe`: those of all its requests."""
+        return trial.ttft_ms
+
+    def label(self, cell: Cell) -> str:
+        """See :class:`~toolgap.bench.recipe.Recipe`."""
+        return f"bystander {cell.arm} restores"
 
     def judge(self, trial: Window) -> list[str]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         return judge(trial)
-
-    def recorded(self, trial: Window) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.invalid
-
-    def figures(self, manifest: Manifest, trials: Sequence[Window]) -> list[Figure]:
-        """See :class:`~toolgap.bench.recipe.Recipe`: medians and ranges over all requests of the valid windows."""
-        found = []
-        for cell in self.cells(manifest.plan):
-            own = [trial for trial in trials if trial.cell == cell]
-            valid = [trial for trial in own if not trial.invalid]
-            ttft_ms = Spread.of(value for trial in valid for value in trial.ttft_ms)
-            found.append(
-                Figure(
-                    run=manifest.run,
-                    hardware=tables.hardware(manifest),
-                    model=manifest.model,
-                    prompt_tokens=cell.prompt_tokens,
-                    gap_ms=0.0,
-                    arm=f"bystander {cell.arm} restores",
-                    ttft_ms_p50=ttft_ms and ttft_ms.p50,
-                    ttft_ms_min=ttft_ms and ttft_ms.low,
-                    ttft_ms_max=ttft_ms and ttft_ms.high,
-                    trials=len(valid),
-                    invalid=len(own) - len(valid),
-                )
-            )
-        return found
 
     def report(self, manifest: Manifest, trials: Sequence[Window]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""

@@ -1,13 +1,14 @@
 """The continuation comes back before its restore is done: at 10 to 90 % of it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from toolgap.bench import charts, tables
 from toolgap.bench.arms import Arm
 from toolgap.bench.evidence import Manifest
-from toolgap.bench.plan import Cell, Plan, shuffled
+from toolgap.bench.plan import Cell, Plan
 from toolgap.bench.play import play
 from toolgap.bench.recipe import Step
 from toolgap.bench.recipes.matrix import Matrix, warm_up
@@ -25,7 +26,7 @@ class EarlyReturn(Matrix):
 
     name = "early-return"
     says = "the continuation comes at 10 to 90 % of the restore"
-    defaults: dict[str, Any] = {"gaps_ms": (0.0,), "arms": (Arm.AHEAD, Arm.ON_REQUEST, Arm.HOST)}
+    defaults: ClassVar[dict[str, Any]] = {"gaps_ms": (0.0,), "arms": (Arm.AHEAD, Arm.ON_REQUEST, Arm.HOST)}
 
     def cells(self, plan: Plan) -> list[Cell]:
         """See :class:`Matrix`."""
@@ -41,8 +42,7 @@ class EarlyReturn(Matrix):
     ) -> Iterator[Step]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         assert stage is not None
-        cells = self.cells(plan)
-        warm_up(stage, cells, say)
+        warm_up(stage, self.cells(plan), say)
         estimates = {}
         for tokens in plan.prompt_tokens:
             say(f"measuring how long a restore of {tokens:,} tokens takes")
@@ -53,16 +53,8 @@ class EarlyReturn(Matrix):
                 stage.settle()
             stage.drop(prompt)
             estimates[tokens] = round(median(times_ms), 3)
-        for number in range(plan.rounds):
-            for cell in shuffled(cells, plan.seed, number):
-                trial_id = cell.trial_id(number)
-                if trial_id not in done:
-                    yield Step(
-                        trial_id,
-                        lambda cell=cell, number=number: play(  # type: ignore[misc]
-                            stage, cell, number, estimates[cell.prompt_tokens]
-                        ),
-                    )
+        for trial_id, cell, number in self.left(plan, done):
+            yield Step(trial_id, partial(play, stage, cell, number, estimates[cell.prompt_tokens]))
 
     def report(self, manifest: Manifest, trials: Sequence[Trial]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Event
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from toolgap.bench import charts, tables
 from toolgap.bench.errors import BenchError
 from toolgap.bench.evidence import Manifest, sha256
-from toolgap.bench.plan import OUTPUT_TOKENS, Cell, Plan, prefix_tokens, prompt_ids, shuffled
-from toolgap.bench.recipe import Figure, Step
+from toolgap.bench.plan import OUTPUT_TOKENS, Cell, Plan, prefix_tokens, prompt_ids
+from toolgap.bench.recipe import Recipe, Step
 from toolgap.bench.server import Setup
 from toolgap.bench.spread import Spread, percentile
 from toolgap.bench.stage import RESTORE_DEADLINE_S, VOCABULARY, Stage, fresh_salt
@@ -226,32 +226,19 @@ RULES = (
 )
 
 
-class ManyAgents:
+class ManyAgents(Recipe[Crowd]):
     """Agents with tool calls, each in a thread of its own, with restores at each tool call or without."""
 
     name = "many-agents"
     says = "agents with tool times and growth as in a real trace, more of them than L1 and L2 hold"
     trial_type = Crowd
-    defaults: dict[str, Any] = {
+    defaults: ClassVar[dict[str, Any]] = {
         "prompt_tokens": (2048,),
         "gaps_ms": (0.0,),
         "arms": ARMS,
         # Operations get half of L2, and the longest prefix must fit in that; twelve agents must not fit in L2.
         "options": {"agents": 12.0, "l1_tokens": 2560.0, "l2_ratio": 2.0},
     }
-    own_servers = False
-
-    def trial_id(self, trial: Crowd) -> str:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.trial_id
-
-    def cells(self, plan: Plan) -> list[Cell]:
-        """What is measured in every round."""
-        return [Cell(prompt_tokens=plan.prompt_tokens[0], arm=arm, gap_ms=0.0) for arm in plan.arms]
-
-    def planned(self, plan: Plan) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return [cell.trial_id(number) for number in range(plan.rounds) for cell in self.cells(plan)]
 
     def steps(
         self, plan: Plan, stage: Stage | None, setup: Setup | None, done: set[str], say: Callable[[str], None]
@@ -273,44 +260,17 @@ class ManyAgents:
                 raise BenchError(f"the trace cannot be read: {error}") from error
         say("warming up")
         warm_up(stage)
-        for number in range(plan.rounds):
+        for trial_id, cell, number in self.left(plan, done):
             played = sessions(plan, number, recorded)
-            for cell in shuffled(self.cells(plan), plan.seed, number):
-                trial_id = cell.trial_id(number)
-                if trial_id not in done:
-                    yield Step(trial_id, partial(play, stage, cell, number, played, digest))
+            yield Step(trial_id, partial(play, stage, cell, number, played, digest))
+
+    def ttft_ms(self, trial: Crowd) -> Sequence[float]:
+        """See :class:`~toolgap.bench.recipe.Recipe`: those of its continuations."""
+        return [one.ttft_ms for one in trial.continuations]
 
     def judge(self, trial: Crowd) -> list[str]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         return judge(trial)
-
-    def recorded(self, trial: Crowd) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.invalid
-
-    def figures(self, manifest: Manifest, trials: Sequence[Crowd]) -> list[Figure]:
-        """See :class:`~toolgap.bench.recipe.Recipe`: over all continuations of the valid trials."""
-        found = []
-        for cell in self.cells(manifest.plan):
-            own = [trial for trial in trials if trial.cell == cell]
-            valid = [trial for trial in own if not trial.invalid]
-            ttft_ms = Spread.of(_ttft_ms(valid, cell.arm))
-            found.append(
-                Figure(
-                    run=manifest.run,
-                    hardware=tables.hardware(manifest),
-                    model=manifest.model,
-                    prompt_tokens=cell.prompt_tokens,
-                    gap_ms=0.0,
-                    arm=cell.arm,
-                    ttft_ms_p50=ttft_ms and ttft_ms.p50,
-                    ttft_ms_min=ttft_ms and ttft_ms.low,
-                    ttft_ms_max=ttft_ms and ttft_ms.high,
-                    trials=len(valid),
-                    invalid=len(own) - len(valid),
-                )
-            )
-        return found
 
     def report(self, manifest: Manifest, trials: Sequence[Crowd]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""

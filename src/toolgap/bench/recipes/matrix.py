@@ -1,14 +1,15 @@
 """Every arm at every gap and prompt size."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from toolgap.bench import charts, tables
 from toolgap.bench.arms import ARMS, Arm
 from toolgap.bench.evidence import Manifest
-from toolgap.bench.plan import Cell, Plan, shuffled
+from toolgap.bench.plan import Cell, Plan
 from toolgap.bench.play import play
-from toolgap.bench.recipe import Figure, Step
+from toolgap.bench.recipe import Recipe, Step
 from toolgap.bench.records import Trial
 from toolgap.bench.server import Setup
 from toolgap.bench.spread import Spread
@@ -16,18 +17,12 @@ from toolgap.bench.stage import Stage
 from toolgap.bench.validity import LOAD_BACK_S, PREFETCHED, RULES, disagreements, judge
 
 
-class Matrix:
+class Matrix(Recipe[Trial]):
     """Arms by gaps by prompt sizes."""
 
     name = "matrix"
     says = "every arm at every gap and prompt size"
     trial_type = Trial
-    defaults: dict[str, Any] = {}
-    own_servers = False
-
-    def trial_id(self, trial: Trial) -> str:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.trial_id
 
     def cells(self, plan: Plan) -> list[Cell]:
         """What is measured in every round; arms that no gap changes are measured at the gaps as well."""
@@ -39,53 +34,22 @@ class Matrix:
             for gap_ms in only.get(arm, plan.gaps_ms)
         ]
 
-    def planned(self, plan: Plan) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return [cell.trial_id(number) for number in range(plan.rounds) for cell in self.cells(plan)]
-
     def steps(
         self, plan: Plan, stage: Stage | None, setup: Setup | None, done: set[str], say: Callable[[str], None]
     ) -> Iterator[Step]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         assert stage is not None
-        cells = self.cells(plan)
-        warm_up(stage, cells, say)
-        for number in range(plan.rounds):
-            for cell in shuffled(cells, plan.seed, number):
-                trial_id = cell.trial_id(number)
-                if trial_id not in done:
-                    yield Step(trial_id, lambda cell=cell, number=number: play(stage, cell, number))  # type: ignore[misc]
+        warm_up(stage, self.cells(plan), say)
+        for trial_id, cell, number in self.left(plan, done):
+            yield Step(trial_id, partial(play, stage, cell, number))
+
+    def ttft_ms(self, trial: Trial) -> Sequence[float]:
+        """See :class:`~toolgap.bench.recipe.Recipe`."""
+        return (trial.ttft_ms,)
 
     def judge(self, trial: Trial) -> list[str]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         return judge(trial)
-
-    def recorded(self, trial: Trial) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.invalid
-
-    def figures(self, manifest: Manifest, trials: Sequence[Trial]) -> list[Figure]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        found = []
-        for cell in self.cells(manifest.plan):
-            own = [trial for trial in trials if trial.cell == cell]
-            ttft_ms = Spread.of(trial.ttft_ms for trial in own if not trial.invalid)
-            found.append(
-                Figure(
-                    run=manifest.run,
-                    hardware=tables.hardware(manifest),
-                    model=manifest.model,
-                    prompt_tokens=cell.prompt_tokens,
-                    gap_ms=cell.gap_ms,
-                    arm=cell.arm,
-                    ttft_ms_p50=ttft_ms and ttft_ms.p50,
-                    ttft_ms_min=ttft_ms and ttft_ms.low,
-                    ttft_ms_max=ttft_ms and ttft_ms.high,
-                    trials=ttft_ms.trials if ttft_ms else 0,
-                    invalid=sum(bool(trial.invalid) for trial in own),
-                )
-            )
-        return found
 
     def report(self, manifest: Manifest, trials: Sequence[Trial]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""

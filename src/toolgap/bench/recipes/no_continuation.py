@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import msgspec
 
 from toolgap.bench import tables
 from toolgap.bench.evidence import Manifest
-from toolgap.bench.plan import Cell, Plan, shuffled
-from toolgap.bench.recipe import Figure, Step
+from toolgap.bench.plan import Cell, Plan
+from toolgap.bench.recipe import Recipe, Step
 from toolgap.bench.server import Setup
 from toolgap.bench.spread import Spread
 from toolgap.bench.stage import RESTORE_DEADLINE_S, Stage
@@ -80,53 +81,25 @@ RULES = (
 )
 
 
-class NoContinuation:
+class NoContinuation(Recipe[Waste]):
     """Restores that are left alone, cancelled or expire."""
 
     name = "no-continuation"
     says = "restores whose continuation never comes: wasted bytes, and what is left of them"
     trial_type = Waste
-    defaults: dict[str, Any] = {"gaps_ms": (0.0,), "arms": tuple(ENDINGS)}
-    own_servers = False
-
-    def trial_id(self, trial: Waste) -> str:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.trial_id
-
-    def cells(self, plan: Plan) -> list[Cell]:
-        """What is measured in every round."""
-        return [
-            Cell(prompt_tokens=tokens, arm=arm, gap_ms=0.0)
-            for tokens in plan.prompt_tokens
-            for arm in plan.arms
-        ]
-
-    def planned(self, plan: Plan) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return [cell.trial_id(number) for number in range(plan.rounds) for cell in self.cells(plan)]
+    defaults: ClassVar[dict[str, Any]] = {"gaps_ms": (0.0,), "arms": tuple(ENDINGS)}
 
     def steps(
         self, plan: Plan, stage: Stage | None, setup: Setup | None, done: set[str], say: Callable[[str], None]
     ) -> Iterator[Step]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         assert stage is not None
-        for number in range(plan.rounds):
-            for cell in shuffled(self.cells(plan), plan.seed, number):
-                trial_id = cell.trial_id(number)
-                if trial_id not in done:
-                    yield Step(trial_id, lambda cell=cell, number=number: play(stage, cell, number))  # type: ignore[misc]
+        for trial_id, cell, number in self.left(plan, done):
+            yield Step(trial_id, partial(play, stage, cell, number))
 
     def judge(self, trial: Waste) -> list[str]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         return judge(trial)
-
-    def recorded(self, trial: Waste) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.invalid
-
-    def figures(self, manifest: Manifest, trials: Sequence[Waste]) -> list[Figure]:
-        """See :class:`~toolgap.bench.recipe.Recipe`: none, since there is no first token."""
-        return []
 
     def report(self, manifest: Manifest, trials: Sequence[Waste]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
@@ -150,10 +123,6 @@ class NoContinuation:
         head = ["restore", "ended as", "tokens landed", "MB read", "took, ms", "exact baseline after a flush"]
         table = tables.table(head, rows)
         return f"Median [least, most] (trials).\n\n{table}\n\n## Validity\n\nA trial counts only if {RULES}."
-
-    def charts(self, manifest: Manifest, trials: Sequence[Waste]) -> dict[str, Any]:
-        """See :class:`~toolgap.bench.recipe.Recipe`: the table says it all."""
-        return {}
 
 
 def play(stage: Stage, cell: Cell, round_number: int) -> Waste:

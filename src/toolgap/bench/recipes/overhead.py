@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -14,8 +15,8 @@ from toolgap.bench import tables
 from toolgap.bench.errors import BenchError
 from toolgap.bench.evidence import Manifest
 from toolgap.bench.load import Burst, cached_tokens, closed_loop, outputs_sha256
-from toolgap.bench.plan import Cell, Plan, prompt_ids, shuffled
-from toolgap.bench.recipe import Figure, Step
+from toolgap.bench.plan import Cell, Plan, prompt_ids
+from toolgap.bench.recipe import Recipe, Step
 from toolgap.bench.server import Setup
 from toolgap.bench.spread import Spread
 from toolgap.bench.stage import VOCABULARY, Stage
@@ -167,13 +168,13 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     return found
 
 
-class Overhead:
+class Overhead(Recipe[Throughput]):
     """Bursts on two servers that differ in nothing but the plugin, in turn."""
 
     name = "overhead"
     says = "throughput with the plugin loaded and idle, against stock"
     trial_type = Throughput
-    defaults: dict[str, Any] = {
+    defaults: ClassVar[dict[str, Any]] = {
         "prompt_tokens": (1024,),
         "gaps_ms": (0.0,),
         "arms": (STOCK, TOOLGAP),
@@ -181,22 +182,6 @@ class Overhead:
         "options": {"l1_tokens": 5120},
     }
     own_servers = True
-
-    def trial_id(self, trial: Throughput) -> str:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.trial_id
-
-    def cells(self, plan: Plan) -> list[Cell]:
-        """What is measured in every round."""
-        return [
-            Cell(prompt_tokens=tokens, arm=arm, gap_ms=0.0)
-            for tokens in plan.prompt_tokens
-            for arm in plan.arms
-        ]
-
-    def planned(self, plan: Plan) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return [cell.trial_id(number) for number in range(plan.rounds) for cell in self.cells(plan)]
 
     def steps(
         self, plan: Plan, stage: Stage | None, setup: Setup | None, done: set[str], say: Callable[[str], None]
@@ -220,28 +205,12 @@ class Overhead:
             for cell in self.cells(plan):
                 say(f"warming up: {cell.prompt_tokens:,} tokens, {cell.arm}")
                 burst(stages[cell.arm], cell, "warm-up")
-            for number in range(plan.rounds):
-                for cell in shuffled(self.cells(plan), plan.seed, number):
-                    trial_id = cell.trial_id(number)
-                    if trial_id not in done:
-                        yield Step(
-                            trial_id,
-                            lambda cell=cell, number=number: play(  # type: ignore[misc]
-                                stages[cell.arm], cell, number, lists[cell.arm]
-                            ),
-                        )
+            for trial_id, cell, number in self.left(plan, done):
+                yield Step(trial_id, partial(play, stages[cell.arm], cell, number, lists[cell.arm]))
 
     def judge(self, trial: Throughput) -> list[str]:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         return judge(trial)
-
-    def recorded(self, trial: Throughput) -> list[str]:
-        """See :class:`~toolgap.bench.recipe.Recipe`."""
-        return trial.invalid
-
-    def figures(self, manifest: Manifest, trials: Sequence[Throughput]) -> list[Figure]:
-        """See :class:`~toolgap.bench.recipe.Recipe`: none, since no continuation is served."""
-        return []
 
     def report(self, manifest: Manifest, trials: Sequence[Throughput]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
@@ -274,10 +243,6 @@ class Overhead:
             "both are identical.",
         ]
         return "\n\n".join(part for part in parts if part)
-
-    def charts(self, manifest: Manifest, trials: Sequence[Throughput]) -> dict[str, Any]:
-        """See :class:`~toolgap.bench.recipe.Recipe`: the tables say it all."""
-        return {}
 
 
 def _servers(trials: Sequence[Throughput], prompt_tokens: int) -> str:
