@@ -187,6 +187,7 @@ ACCEPTED = OperationStatus(
     resident_tokens=2048,
     ttl_s=60.0,
     elapsed_s=0.0,
+    submitted_ts=1795946400.25,
     namespace=NAMESPACE,
 )
 RESTORED = msgspec.structs.replace(
@@ -197,8 +198,13 @@ RESTORED = msgspec.structs.replace(
     read_tokens=6144,
     inserted_tokens=6144,
     elapsed_s=0.5,
+    queried_s=0.004,
+    first_read_s=0.09,
+    read_s=0.498,
 )
-CANCELLED = msgspec.structs.replace(ACCEPTED, state=State.RESTORING, found_tokens=6144, stopping=True)
+CANCELLED = msgspec.structs.replace(
+    ACCEPTED, state=State.RESTORING, found_tokens=6144, queried_s=0.004, stopping=True
+)
 OVERVIEW = Overview(
     active=[],
     recent=[RESTORED],
