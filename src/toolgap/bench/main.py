@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from rich.console import Console
@@ -64,12 +65,13 @@ class Target:
             l1_tokens = engine.l1_tokens()
             backend = status.storage_backend or "file"
             policy = status.prefetch_policy
-            stage = Stage(engine, toolgap, plan, l1_tokens, self.storage, backend, policy)
+            stage = Stage(engine, toolgap, plan, l1_tokens, self.storage, backend, policy, uuid4().hex)
             try:
                 yield stage
             finally:
                 # Somebody else's server is left as it was.
                 stage.set_policy(policy)
+                stage.clear()
 
 
 def run(

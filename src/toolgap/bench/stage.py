@@ -48,7 +48,10 @@ class Stage:
     storage: Path | None
     """The folder of the ``file`` backend if it is on this machine."""
     storage_backend: str = "file"
-    _policy: str = "timeout"
+    policy: str = "timeout"
+    """SGLang's prefetch policy as it stands."""
+    nonce: str = ""
+    """Part of every prompt's name, on a server whose L3 may hold the prompts of an earlier run."""
     _kept: set[Path] = field(default_factory=set)
     _prompts: dict[tuple[int, int], Prompt] = field(default_factory=dict)
     _fillers: list[list[int]] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Stage:
 
     def stored(self, name: str, tokens: int) -> Prompt:
         """Compute a prompt of that name, and leave it in L3 only."""
-        ids = prompt_ids(self.plan.seed, name, tokens, VOCABULARY)
+        ids = prompt_ids(self.plan.seed, f"{self.nonce}{name}", tokens, VOCABULARY)
         prefix_ids = ids[: prefix_tokens(tokens, self.plan.page_tokens)]
         self.flush()
         before = self.pages()
@@ -104,11 +107,16 @@ class Stage:
         self.flush()
         _unlink(self.pages() - self._kept)
 
+    def clear(self) -> None:
+        """Take everything out of L3 that was stored here."""
+        _unlink(self._kept)
+        self._kept.clear()
+
     def set_policy(self, policy: str) -> None:
         """Set SGLang's prefetch policy, if it is another."""
-        if policy != self._policy:
+        if policy != self.policy:
             self.engine.set_prefetch_policy(self.storage_backend, policy)
-            self._policy = policy
+            self.policy = policy
 
     def store_fillers(self) -> None:
         """Store what :meth:`fill_device` plays: two prompts that fill L1 between them."""
@@ -174,6 +182,16 @@ class Stage:
     def host_free_tokens(self) -> int:
         """Unused host memory."""
         return self.toolgap.overview().engine.host_free_tokens
+
+    def settled_host_free_tokens(self, expected: int) -> int:
+        """Unused host memory once it has come to what is expected; whatever it is after a second.
+
+        What a stopped read had taken and not filled is released by SGLang's scheduler a step later.
+        """
+        end = time.monotonic() + 1.0
+        while (found := self.host_free_tokens()) != expected and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return found
 
 
 def fresh_salt() -> str:

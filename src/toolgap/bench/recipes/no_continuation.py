@@ -46,7 +46,7 @@ class Waste(msgspec.Struct, kw_only=True):
     host_free_tokens_before: int
     """With L1 and L2 empty."""
     host_free_tokens_landed: int
-    """After the operation's end."""
+    """After the operation's end, once what it had not filled is released; at most a second later."""
     host_free_tokens_flushed: int
     """After a flush."""
     invalid: list[str] = []
@@ -75,7 +75,8 @@ def judge(trial: Waste) -> list[str]:
 
 
 RULES = (
-    "the operation ended as the cell says; host memory holds exactly what it reports as inserted; a flush "
+    "the operation ended as the cell says; within a second of its end host memory holds exactly what it reports as "
+    "inserted; a flush "
     "returns the count of free host tokens exactly to what it was; SGLang's counter of tokens read from "
     "storage grew by what the operation reports; nothing was loaded to the device"
 )
@@ -139,7 +140,7 @@ def play(stage: Stage, cell: Cell, round_number: int) -> Waste:
         stage.toolgap.cancel(operation_id)
     operation = stage.toolgap.wait(operation_id, RESTORE_DEADLINE_S)
     after = stage.settled_counters(names, PREFETCHED, counters[PREFETCHED] + operation.read_tokens)
-    landed = stage.host_free_tokens()
+    landed = stage.settled_host_free_tokens(before - operation.inserted_tokens)
     stage.settle()
     trial = Waste(
         trial_id=cell.trial_id(round_number),
