@@ -181,3 +181,18 @@ def test_a_folder_without_a_run_is_told_as_such(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(folder: Path) -> None:
     edit(folder / TRIALS, lambda text: text.replace('"round":0', '"round":"x"', 1))
     assert "line 1" in problems(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [([], "all are exactly as in its package"), (["srt/a.py"], "in its package: srt/a.py")],
+)
+def test_the_report_says_whether_sglang_is_as_in_its_package(
+    tmp_path: Path, changed: list[str], said: str
+) -> None:
+    folder = run(tmp_path)
+    content = msgspec.json.encode(manifest(sglang_files_changed=changed))
+    (folder / MANIFEST).write_bytes(content)
+    report.make(folder)
+    assert said in (folder / REPORT).read_text()
+    assert problems(folder) == []

@@ -5,7 +5,7 @@ from typing import Any
 
 from toolgap.bench import charts, tables
 from toolgap.bench.errors import BenchError
-from toolgap.bench.evidence import MANIFEST, REPORT, TRIALS, Evidence, read_manifest, sha256, write
+from toolgap.bench.evidence import MANIFEST, REPORT, TRIALS, Evidence, Manifest, read_manifest, sha256, write
 from toolgap.bench.recipe import Figure, Recipe
 from toolgap.bench.recipes import RECIPES
 
@@ -52,7 +52,7 @@ def text(recipe: Recipe[Any], evidence: Evidence[Any]) -> str:
         tables.table(["", ""], facts),
         recipe.report(manifest, trials),
         "## What differs from a stock installation",
-        "\n".join(f"- {line}" for line in manifest.differences_from_stock) or "Nothing.",
+        "\n".join(f"- {line}" for line in [*manifest.differences_from_stock, _sglang_files(manifest)]),
         "## Left out of the medians",
         "\n".join(f"- `{trial_id}`: {'; '.join(reasons)}" for trial_id, reasons in invalid) or "No trial.",
         "## Planned and not played",
@@ -61,6 +61,12 @@ def text(recipe: Recipe[Any], evidence: Evidence[Any]) -> str:
         "\n".join(f"- `{name}`: SHA-256 `{sha256(folder / name)}`" for name in (MANIFEST, TRIALS)),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _sglang_files(manifest: Manifest) -> str:
+    if not manifest.sglang_files_changed:
+        return "SGLang's files: none; all are exactly as in its package"
+    return f"SGLang's files that are missing or not as in its package: {', '.join(manifest.sglang_files_changed)}"
 
 
 def make(folder: Path) -> list[Path]:
