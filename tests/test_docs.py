@@ -173,12 +173,14 @@ def test_every_flag_exists(name: str) -> None:
 
 
 def commands() -> dict[str, set[str]]:
-    """Subcommands of ``toolgap`` and their options."""
+    """Subcommands of ``toolgap`` and their options; a group has those of all its commands."""
     group: Any = get_command(app)
-    return {
-        name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-        for name, command in group.commands.items()
-    }
+    return {name: flags(command) for name, command in group.commands.items()}
+
+
+def flags(command: Any) -> set[str]:
+    own = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    return own.union(*(flags(one) for one in getattr(command, "commands", {}).values()))
 
 
 @EVERY_DOCUMENT
