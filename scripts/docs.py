@@ -121,6 +121,8 @@ def type_name(kind: Type) -> str:
             name = "number"
         case IntType(ge=low, lt=high):
             name = "integer" if low is None or high is None else f"integer, {low} to {high - 1}"
+        case EnumType(cls=cls) if cls not in ENUM_SECTIONS:
+            name = " or ".join(code(json.dumps(member.value)) for member in cls)
         case EnumType(cls=cls):
             name = f"[{cls.__name__.lower()}](#{ENUM_SECTIONS[cls]})"
         case ListType(item_type=StructType(cls=cls)):

@@ -167,7 +167,7 @@ def test_a_state_that_this_release_does_not_know_is_no_reply_of_this_protocol() 
 
 
 def test_fields_that_this_release_does_not_know_are_ignored() -> None:
-    body = json.loads(msgspec.json.encode(operation())) | {"promoted_tokens": 3}
+    body = json.loads(msgspec.json.encode(operation())) | {"of_a_later_release": 3}
     with sync(lambda _: answer(body)) as toolgap:
         assert toolgap.status("a") == operation()
 

@@ -392,7 +392,16 @@ def test_terminal_states() -> None:
                 Code.ANCHOR_NOT_BACKED_UP,
             },
         ),
-        (429, {Code.TOO_MANY_OPERATIONS, Code.PREFIX_TOO_LARGE, Code.HOST_BUDGET, Code.RATE_LIMITED}),
+        (
+            429,
+            {
+                Code.TOO_MANY_OPERATIONS,
+                Code.PREFIX_TOO_LARGE,
+                Code.HOST_BUDGET,
+                Code.LEASE_BUDGET,
+                Code.RATE_LIMITED,
+            },
+        ),
         (500, {Code.INTERNAL_ERROR}),
         (501, {Code.NOT_SUPPORTED}),
         (503, {Code.PAUSED, Code.FLUSH_PENDING, Code.STORAGE_STALLED, Code.ENGINE_BUSY}),

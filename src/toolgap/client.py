@@ -31,6 +31,7 @@ from toolgap.protocol import (
     Overview,
     Status,
     Submit,
+    Target,
 )
 
 DEFAULT_URL = "http://127.0.0.1:30000"
@@ -76,7 +77,12 @@ class SubmitFields(TypedDict, total=False):
     operation_id: str | None
     extra_key: str | None
     cache_salt: str | None
+    lora_path: str | None
+    routed_dp_rank: int | None
     ttl_s: float | None
+    expected_gap_s: float | None
+    target: Target | None
+    lease_s: float | None
     namespace: str | None
 
 
@@ -129,7 +135,8 @@ def _submit(fields: SubmitFields) -> Call[OperationStatus]:
     values: dict[str, Any] = dict(fields)
     if values.get("input_ids") is not None:
         values["input_ids"] = [operator.index(token) for token in values["input_ids"]]
-    _check_finite("ttl_s", values.get("ttl_s"))
+    for field in ("ttl_s", "expected_gap_s", "lease_s"):
+        _check_finite(field, values.get(field))
     return Call(Submit(**values), OperationStatus)
 
 

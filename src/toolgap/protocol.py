@@ -52,6 +52,13 @@ STATES: dict[State, str] = {
 }
 
 
+class Target(StrEnum):
+    """Where a restore ends."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
 class Reason(StrEnum):
     """Why an operation ended as it did."""
 
@@ -61,6 +68,7 @@ class Reason(StrEnum):
     STORAGE_SHORTFALL = "storage_shortfall"
     BELOW_THRESHOLD = "below_threshold"
     HOST_CAPACITY = "host_capacity"
+    DEVICE_CAPACITY = "device_capacity"
     STORAGE_QUERY_FAILED = "storage_query_failed"
     STORAGE_READ_FAILED = "storage_read_failed"
     STORAGE_STALLED = "storage_stalled"
@@ -81,6 +89,7 @@ REASONS: dict[Reason, str] = {
     Reason.STORAGE_SHORTFALL: "Storage holds only a first part of what was missing; that part landed.",
     Reason.BELOW_THRESHOLD: "What is missing or found is shorter than SGLang's prefetch_threshold.",
     Reason.HOST_CAPACITY: "Host memory had no room for all or part of what storage holds.",
+    Reason.DEVICE_CAPACITY: "Every aligned page is resident, but free device memory had no room for all of them.",
     Reason.STORAGE_QUERY_FAILED: "The storage backend raised while it was asked.",
     Reason.STORAGE_READ_FAILED: "A page could not be read; the contiguous part before it landed.",
     Reason.STORAGE_STALLED: "Storage made no progress for TOOLGAP_STALL_TIMEOUT_S.",
@@ -110,6 +119,7 @@ class Code(StrEnum):
     TOO_MANY_OPERATIONS = "too_many_operations"
     PREFIX_TOO_LARGE = "prefix_too_large"
     HOST_BUDGET = "host_budget"
+    LEASE_BUDGET = "lease_budget"
     RATE_LIMITED = "rate_limited"
     NOT_SUPPORTED = "not_supported"
     PAUSED = "paused"
@@ -157,6 +167,10 @@ CODES: dict[Code, tuple[HTTPStatus, str]] = {
         HTTPStatus.TOO_MANY_REQUESTS,
         "Active operations hold their share of host memory (TOOLGAP_HOST_SHARE).",
     ),
+    Code.LEASE_BUDGET: (
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "Leases hold their share of host memory (TOOLGAP_LEASE_SHARE).",
+    ),
     Code.RATE_LIMITED: (
         HTTPStatus.TOO_MANY_REQUESTS,
         "SGLang's own prefetch limit is reached by ordinary requests.",
@@ -196,7 +210,14 @@ OperationId = Annotated[
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class Submit(msgspec.Struct, tag_field="action", tag="submit", kw_only=True, forbid_unknown_fields=True):
+class Submit(
+    msgspec.Struct,
+    tag_field="action",
+    tag="submit",
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
     """Restore a prefix. Answers at once with an :class:`OperationStatus`.
 
     Exactly one of ``input_ids`` and ``text`` is given. The fields of later releases are named so that
@@ -221,31 +242,45 @@ class Submit(msgspec.Struct, tag_field="action", tag="submit", kw_only=True, for
         str | None,
         Meta(description="Fingerprint from an earlier reply; 409 if the server's differs."),
     ] = None
+    lora_path: Annotated[str | None, Meta(description="Name of a LoRA adapter, as in `/generate`.")] = None
+    routed_dp_rank: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="With data parallelism: the replica that will serve the continuation, as in `/generate`."
+        ),
+    ] = None
+    expected_gap_s: Annotated[
+        float | None,
+        Meta(
+            description="Seconds until the continuation is expected; operations are served in that order. "
+            "Without it the TTL stands in."
+        ),
+    ] = None
+    target: Annotated[
+        Target | None,
+        Meta(description="`device`: promote what was restored to free device memory (L1) as well."),
+    ] = None
+    lease_s: Annotated[
+        float | None,
+        Meta(
+            description="Hold what was restored in host memory for so many seconds, or until a request uses it."
+        ),
+    ] = None
     messages: Any | UnsetType = UNSET
     tools: Any | UnsetType = UNSET
     request_id: Any | UnsetType = UNSET
-    lora: Any | UnsetType = UNSET
-    lora_path: Any | UnsetType = UNSET
     image_data: Any | UnsetType = UNSET
     video_data: Any | UnsetType = UNSET
     audio_data: Any | UnsetType = UNSET
-    routed_dp_rank: Any | UnsetType = UNSET
-    target: Any | UnsetType = UNSET
-    lease_s: Any | UnsetType = UNSET
 
 
 UNSUPPORTED_FIELDS: dict[str, str] = {
     "messages": "naming a prefix by messages",
     "tools": "naming a prefix by messages and tools",
     "request_id": "naming a prefix by an earlier request",
-    "lora": "LoRA",
-    "lora_path": "LoRA",
     "image_data": "multimodal input",
     "video_data": "multimodal input",
     "audio_data": "multimodal input",
-    "routed_dp_rank": "data parallelism",
-    "target": "promoting to the device",
-    "lease_s": "a lease",
 }
 
 
@@ -307,6 +342,12 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
         float | None, Meta(description="From acceptance to the last page having been read.")
     ] = None
     namespace: Annotated[str, Meta(description="Fingerprint of what its KV is valid for.")]
+    dp_rank: Annotated[int | None, Meta(description="The data-parallel replica that has it.")] = None
+    target: Annotated[Target, Meta(description="Where it was asked to end.")] = Target.HOST
+    promoted_tokens: Annotated[int, Meta(description="Loaded back from host memory to the device.")] = 0
+    lease_s: Annotated[float | None, Meta(description="The lease that was asked for.")] = None
+    leased_tokens: Annotated[int, Meta(description="Held in host memory by its lease now.")] = 0
+    used_tokens: Annotated[int, Meta(description="Of what it inserted, used by a request so far.")] = 0
 
 
 class EngineStatus(msgspec.Struct, kw_only=True):
@@ -330,6 +371,9 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     waiting_joins: Annotated[int, Meta(description="Requests that wait for an operation now.")]
     stalled_reads: Annotated[int, Meta(description="Storage calls that were given up and have not returned.")]
     paused: Annotated[bool, Meta(description="Generation is paused: submits are refused.")]
+    dp_rank: Annotated[int | None, Meta(description="The data-parallel replica that says so.")] = None
+    leased_tokens: Annotated[int, Meta(description="Host memory that leases hold.")] = 0
+    max_leased_tokens: Annotated[int, Meta(description="Host memory that leases may hold.")] = 0
 
 
 class Overview(msgspec.Struct, kw_only=True):
@@ -338,6 +382,12 @@ class Overview(msgspec.Struct, kw_only=True):
     active: Annotated[list[OperationStatus], Meta(description="Operations that have not ended.")]
     recent: Annotated[list[OperationStatus], Meta(description="Outcomes, newest first.")]
     engine: Annotated[EngineStatus, Meta(description="What restores depend on.")]
+    replicas: Annotated[
+        list[EngineStatus],
+        Meta(
+            description="With data parallelism: every replica; `engine` is then the first. Otherwise empty."
+        ),
+    ] = []
 
 
 class Error(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -451,10 +501,11 @@ def _check_submit(submit: Submit) -> None:
         raise Refused(Code.INVALID_FIELD, "input_ids is empty", field="input_ids")
     if submit.text == "":
         raise Refused(Code.INVALID_FIELD, "text is empty", field="text")
-    ttl_s = submit.ttl_s
-    if ttl_s is not None and not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
-        raise Refused(
-            Code.INVALID_FIELD,
-            f"ttl_s must be more than 0 and at most {MAX_TTL_S:g} seconds, not {ttl_s}",
-            field="ttl_s",
-        )
+    for field in ("ttl_s", "expected_gap_s", "lease_s"):
+        seconds = getattr(submit, field)
+        if seconds is not None and not (math.isfinite(seconds) and 0 < seconds <= MAX_TTL_S):
+            raise Refused(
+                Code.INVALID_FIELD,
+                f"{field} must be more than 0 and at most {MAX_TTL_S:g} seconds, not {seconds}",
+                field=field,
+            )

@@ -34,6 +34,18 @@ class Settings:
     host_share: float = _setting(
         0.5, "Share of host memory (L2) that active operations may read into.", above=True, high=1
     )
+    piece_tokens: int = _setting(
+        4096,
+        "A longer restore is read in pieces of so many tokens, so that other reads get in between.",
+        low=1,
+    )
+    reads_at_once: int = _setting(
+        2, "Pieces that operations may have with SGLang's storage threads at once.", low=1, high=4096
+    )
+    lease_share: float = _setting(
+        0.25, "Share of host memory (L2) that leases may hold; 0 refuses leases.", high=1
+    )
+    max_lease_s: float = _setting(600.0, "Longest lease.", above=True, high=86400)
     join: bool = _setting(True, "Whether a request that needs pages an operation is reading waits for them.")
     join_timeout_s: float = _setting(
         0.0, "Longest such wait; 0 takes SGLang's own budget for a storage read of that length."

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -13,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from toolgap import protocol
-from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, decode_command
+from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, Target, decode_command
 from toolgap.settings import Settings
 from toolgap.sglang.messages import (
     CancelOperation,
@@ -244,12 +245,17 @@ class Frontend:
         if self._storage_changes:
             raise Refused(Code.STORAGE_REPLACED, "the storage backend is being replaced", retry_after_s=1.0)
         token_ids = await self._resolve(submit)
+        ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
         order = Restore(
             operation_id=submit.operation_id or new_operation_id(),
             extra_key=submit.extra_key,
             cache_salt=submit.cache_salt,
-            ttl_s=self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s,
+            ttl_s=ttl_s,
             namespace=submit.namespace,
+            deadline_ts=time.time() + (ttl_s if submit.expected_gap_s is None else submit.expected_gap_s),
+            target=submit.target or Target.HOST,
+            lease_s=submit.lease_s,
+            dp_rank=submit.routed_dp_rank,
         )
         return await self.replies.ask(order, token_ids.tobytes())
 

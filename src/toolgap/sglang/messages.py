@@ -6,6 +6,8 @@ Imported in every process that may unpickle them, so nothing heavy is imported h
 import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
+from toolgap.protocol import Target
+
 
 class Restore(msgspec.Struct, tag=True, kw_only=True):
     """Submit a prefix that the HTTP process has resolved; its token ids travel beside it."""
@@ -15,6 +17,12 @@ class Restore(msgspec.Struct, tag=True, kw_only=True):
     cache_salt: str | None
     ttl_s: float
     namespace: str | None
+    deadline_ts: float
+    """Unix time at which the continuation is expected, by the HTTP process's clock."""
+    target: Target
+    lease_s: float | None
+    dp_rank: int | None
+    """The replica that is meant; None where there is one only."""
 
 
 class Describe(msgspec.Struct, tag=True, kw_only=True):
