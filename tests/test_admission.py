@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from toolgap.admission import Budget, check_budget, retry_after_s
 from toolgap.protocol import Code, Error, Refused
 
-BUDGET = Budget(max_operations=2, host_tokens=1000)
+BUDGET = Budget(max_operations=2, operation_tokens=1000, host_tokens=1000)
 
 
 def refusal(budget: Budget = BUDGET, **wanted: Any) -> Error | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from toolgap.protocol import OperationStatus, Reason, State
+from toolgap.protocol import OperationStatus, Reason, State, Target
 
 _STEPS: dict[State, frozenset[State]] = {
     # A read that another one leads may fall back to asking storage itself.
@@ -44,6 +44,11 @@ class Operation:
     ttl_s: float
     submitted_ts: float = 0.0
     """Unix time, for people and for comparing with an engine's own times."""
+    deadline_ts: float = 0.0
+    """Unix time at which its continuation is expected: equal on all ranks, since it came with the submit."""
+    target: Target = Target.HOST
+    lease_s: float | None = None
+    dp_rank: int | None = None
     accepted_at: float = 0.0
     ended_at: float | None = None
     state: State = State.QUERYING
@@ -53,9 +58,13 @@ class Operation:
     read_tokens: int = 0
     inserted_tokens: int = 0
     dropped_tokens: int = 0
+    promoted_tokens: int = 0
+    leased_tokens: int = 0
+    used_tokens: int = 0
     joined_requests: int = 0
     waiting_requests: int = 0
     following: bool = False
+    queued: bool = False
     stop: Stop | None = None
     stopped_at: float = 0.0
     progressed_at: float = 0.0
@@ -79,6 +88,7 @@ class Operation:
             dropped_tokens=self.dropped_tokens,
             joined_requests=self.joined_requests,
             following=self.following,
+            queued=self.queued,
             stopping=self.stop is not None and self.ended_at is None,
             ttl_s=self.ttl_s,
             elapsed_s=round((now if self.ended_at is None else self.ended_at) - self.accepted_at, 6),
@@ -87,6 +97,12 @@ class Operation:
             first_read_s=self._since_acceptance(self.first_read_at),
             read_s=self._since_acceptance(self.read_at),
             namespace=self.namespace,
+            dp_rank=self.dp_rank,
+            target=self.target,
+            promoted_tokens=self.promoted_tokens,
+            lease_s=self.lease_s,
+            leased_tokens=self.leased_tokens,
+            used_tokens=self.used_tokens,
         )
 
     def _since_acceptance(self, at: float | None) -> float | None:
@@ -100,6 +116,10 @@ class Operation:
         assert self.read_tokens == self.inserted_tokens + self.dropped_tokens or not self.state.terminal
         assert min(self.read_tokens, self.inserted_tokens, self.dropped_tokens) >= 0
         assert 0 <= self.waiting_requests <= self.joined_requests
+        assert not (self.following and self.queued)
+        assert 0 <= self.used_tokens <= self.inserted_tokens
+        assert max(self.promoted_tokens, self.leased_tokens) <= self.aligned_tokens
+        assert not self.leased_tokens or self.ended_at is not None
 
 
 class Due(NamedTuple):
@@ -163,6 +183,12 @@ class OperationLog:
             if read_tokens and operation.first_read_at is None:
                 operation.first_read_at = self.clock()
 
+    def wait(self, operation: Operation, *, queued: bool = False, following: bool = False) -> None:
+        """Note what an active operation waits for: its turn, another's read, or (neither) its own read."""
+        assert operation.ended_at is None
+        operation.queued, operation.following = queued, following
+        operation.progressed_at = self.watch()
+
     def request_stop(self, operation: Operation, stop: Stop) -> bool:
         """Ask an active operation to stop; the first request wins. False if one was made before."""
         assert operation.ended_at is None
@@ -172,18 +198,30 @@ class OperationLog:
         operation.stopped_at = self.watch()
         return True
 
-    def end(self, operation: Operation, state: State, reason: Reason) -> None:
-        """Give an active operation its outcome: terminal, once, remembered among the recent ones."""
+    def end(self, operation: Operation, state: State, reason: Reason) -> list[Operation]:
+        """Give an active operation its outcome: terminal, once, remembered among the recent ones.
+
+        Returns:
+            Outcomes that are not remembered any more.
+        """
         assert state.terminal
         active = self.active.pop(operation.operation_id)
         assert active is operation
         operation.state, operation.reason = state, reason
         operation.ended_at = self.clock()
-        operation.following = False
+        operation.following = operation.queued = False
         operation.waiting_requests = 0
         self.outcomes[operation.operation_id] = operation
-        while len(self.outcomes) > self.max_outcomes:
-            self.outcomes.popitem(last=False)
+        return self.forget_oldest()
+
+    def forget_oldest(self) -> list[Operation]:
+        """Drop outcomes beyond the limit, oldest first and none that still holds a lease; returns them."""
+        excess = len(self.outcomes) - self.max_outcomes
+        dropped = [operation for operation in self.outcomes.values() if not operation.leased_tokens]
+        dropped = dropped[: max(excess, 0)]
+        for operation in dropped:
+            del self.outcomes[operation.operation_id]
+        return dropped
 
     def due(self, limits: Limits) -> Due:
         """What time asks for now. Idempotent: says the same again until it was acted on.
@@ -196,7 +234,7 @@ class OperationLog:
             if operation.stop is not None:
                 if watched - operation.stopped_at >= limits.stop_grace_s:
                     due.abandon.append(operation.operation_id)
-            elif not operation.following and watched - operation.progressed_at >= limits.stall_timeout_s:
+            elif not (operation.following or operation.queued) and watched - operation.progressed_at >= limits.stall_timeout_s:
                 due.stall.append(operation.operation_id)
             elif not operation.waiting_requests and now - operation.accepted_at >= operation.ttl_s:
                 due.expire.append(operation.operation_id)
@@ -204,7 +242,8 @@ class OperationLog:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every operation is in its place and sound."""
-        assert len(self.outcomes) <= self.max_outcomes
+        leased = sum(operation.leased_tokens > 0 for operation in self.outcomes.values())
+        assert len(self.outcomes) <= max(self.max_outcomes, leased)
         assert not self.active.keys() & self.outcomes.keys()
         for operation_id, operation in (self.active | self.outcomes).items():
             assert operation.operation_id == operation_id

@@ -328,6 +328,7 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
     following: Annotated[
         bool, Meta(description="It waits for a read of the same pages that another one started.")
     ] = False
+    queued: Annotated[bool, Meta(description="It waits for its turn to read.")] = False
     stopping: Annotated[bool, Meta(description="A cancel or expiry is taking effect.")] = False
     ttl_s: Annotated[float, Meta(description="Time after which its pending work is stopped.")]
     elapsed_s: Annotated[float, Meta(description="From acceptance to now, or to its end.")]
@@ -367,11 +368,18 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     prefetch_retries_pending: Annotated[int, Meta(description="Requests that will ask storage again.")]
     reads_in_flight: Annotated[int, Meta(description="Reads of operations and of ordinary requests.")]
     max_operations: Annotated[int, Meta(description="Operations at once.")]
-    max_operation_tokens: Annotated[int, Meta(description="Operations' share of host memory.")]
+    max_operation_tokens: Annotated[int, Meta(description="Longest span that one operation may read.")]
     waiting_joins: Annotated[int, Meta(description="Requests that wait for an operation now.")]
     stalled_reads: Annotated[int, Meta(description="Storage calls that were given up and have not returned.")]
     paused: Annotated[bool, Meta(description="Generation is paused: submits are refused.")]
     dp_rank: Annotated[int | None, Meta(description="The data-parallel replica that says so.")] = None
+    budget_tokens: Annotated[
+        int, Meta(description="Operations' share of host memory: what all of them may still have to read.")
+    ] = 0
+    budget_used_tokens: Annotated[int, Meta(description="Its part in use.")] = 0
+    quarantined_tokens: Annotated[
+        int, Meta(description="Host memory of storage calls that were given up and have not returned.")
+    ] = 0
     leased_tokens: Annotated[int, Meta(description="Host memory that leases hold.")] = 0
     max_leased_tokens: Annotated[int, Meta(description="Host memory that leases may hold.")] = 0
 

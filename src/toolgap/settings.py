@@ -31,6 +31,9 @@ class Settings:
     )
     max_outcomes: int = _setting(32, "Recent outcomes that status remembers.", low=1, high=65536)
     default_ttl_s: float = _setting(60.0, "TTL of a submit that names none.", above=True, high=86400)
+    max_operation_tokens: int = _setting(
+        0, "Longest span that one operation may read, in tokens; 0: as much as all of them together."
+    )
     host_share: float = _setting(
         0.5, "Share of host memory (L2) that active operations may read into.", above=True, high=1
     )
@@ -53,6 +56,12 @@ class Settings:
     stall_timeout_s: float = _setting(
         30.0,
         "An operation whose storage makes no progress for this long ends as storage_stalled.",
+        above=True,
+    )
+    reader_patience_s: float = _setting(
+        60.0,
+        "A storage call that was given up as stalled gets so long to return before SGLang's thread that makes it "
+        "is replaced.",
         above=True,
     )
     stop_grace_s: float = _setting(

@@ -59,6 +59,10 @@ PREFETCH = f"{_CACHE}.prefetch_from_storage"
 CHECK_PROGRESS = f"{_CACHE}.check_prefetch_progress"
 RELEASE_ABORTED = f"{_CACHE}.release_aborted_request"
 RESET = f"{_CACHE}._reset_full"
+ALLOCATE = f"{_CONTROLLER}.allocate_storage_hit"
+EVICT_HOST = f"{_CACHE}.evict_host"
+CHECKPOINT = f"{_CACHE}.checkpoint"
+READY_TO_LOAD = f"{_CACHE}.ready_to_load_host_cache"
 RATE_LIMITED = f"{_BASE_CONTROLLER}.prefetch_rate_limited"
 QUERY_STORAGE = f"{_CONTROLLER}._storage_hit_query"
 READ_STORAGE = f"{_CONTROLLER}._page_transfer"
@@ -122,6 +126,14 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
     RELEASE_ABORTED: ("self", "request"),
     RESET: ("self",),
     f"{_CACHE}.match_prefix": ("self", "params"),
+    f"{_CACHE}.touch_prefix": ("self", "key"),
+    f"{_CACHE}.inc_host_lock_ref": ("self", "node_id"),
+    f"{_CACHE}.dec_host_lock_ref": ("self", "node_id", "params"),
+    f"{_CACHE}.load_back": ("self", "node_id", "mem_quota", "req"),
+    ALLOCATE: ("self", "operation", "hit_tokens", "allow_partial", "min_tokens", "evict_host"),
+    EVICT_HOST: ("self", "num_tokens", "component_type"),
+    CHECKPOINT: ("self", "req", "up_to", "kwargs"),
+    READY_TO_LOAD: ("self",),
     f"{_CACHE}.finish": ("self", "handle", "outcome"),
     f"{_CACHE}.is_backuped": ("self", "node_id"),
     f"{_CACHE}.is_root": ("self", "node_id"),
@@ -228,7 +240,19 @@ class Match(NamedTuple):
     """Where a prefix's resident part ends."""
 
     resident_tokens: int
+    host_tokens: int
+    """Its part, at the end, that is in host memory only."""
     anchor: Any
+    """The node behind which restored pages are attached."""
+    end: Any
+    """The node from which the host part is loaded back."""
+
+
+class Hold(NamedTuple):
+    """A lock on host memory: neither the prefix's last page nor any before it can be evicted."""
+
+    node: Any
+    receipt: Any
 
 
 class Read(NamedTuple):
@@ -426,27 +450,41 @@ class Engine:
 
         key = RadixKey(prefix.token_ids, extra_key=prefix.extra_key, cache_salt=prefix.cache_salt)
         match = self.cache.match_prefix(MatchPrefixParams(key=key))
-        return Match(match.device_prefix_len + match.host_hit_length, match.last_host_node)
+        return Match(
+            match.device_prefix_len + match.host_hit_length,
+            match.host_hit_length,
+            match.last_host_node,
+            match.best_match_node,
+        )
 
     def can_anchor(self, match: Match) -> bool:
         """Whether restored pages can be attached behind a match."""
         return bool(self.cache.is_backuped(match.anchor) or self.cache.is_root(match.anchor))
 
-    def issue(self, operation_id: str, attempt: int, prefix: Prefix, match: Match) -> Read | None:
-        """Start reading what follows a match, as a request of its own. None if SGLang declines.
+    def issue(
+        self, operation_id: str, number: int, prefix: Prefix, match: Match, span_tokens: int
+    ) -> Read | None:
+        """Start reading a span that follows a match, as a request of its own. None if SGLang declines.
 
         SGLang declines a span below its threshold, and any read while ordinary requests' reads
         occupy its limit.
+
+        Args:
+            operation_id: Names the request.
+            number: Of this read among the operation's.
+            prefix: The whole prefix.
+            match: What of it is resident.
+            span_tokens: What to read, in whole pages.
         """
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
         cache = self.cache
-        handle = CacheRequestHandle(f"toolgap-{operation_id}", attempt)
+        handle = CacheRequestHandle(f"toolgap-{operation_id}", number)
         start = match.resident_tokens
         cache.prefetch_from_storage(
             handle,
             match.anchor,
-            prefix.token_ids[start:],
+            prefix.token_ids[start : start + span_tokens],
             cache.get_last_hash_value(match.anchor),
             cache.get_prefix_hash_values(match.anchor) if cache.hicache_storage_pass_prefix_keys else None,
             matched_prefix_tokens=prefix.token_ids[:start],
@@ -457,9 +495,8 @@ class Engine:
         if info is None:
             self._finish(handle)
             return None
-        span_tokens = len(info.prefetch_key)
-        self.own_tokens += span_tokens
-        return Read(handle, info.operation, start, span_tokens)
+        self.own_tokens += len(info.prefetch_key)
+        return Read(handle, info.operation, start, len(info.prefetch_key))
 
     def in_flight(self, read: Read) -> bool:
         """Whether SGLang still tracks a read. Agreed by all ranks."""
@@ -522,6 +559,86 @@ class Engine:
             return bool(original(controller))
         finally:
             controller.prefetch_tokens_occupied += self.own_tokens
+
+    @property
+    def declines_reads(self) -> bool:
+        """Whether ordinary requests' reads occupy SGLang's limit, so that it would decline one of ours."""
+        return bool(self.cache.cache_controller.prefetch_rate_limited())
+
+    @property
+    def reads_in_pieces(self) -> bool:
+        """Whether a prefix may be restored piece by piece.
+
+        Not where pools besides full attention's hold state that is valid at the end of a read only.
+        """
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        return tuple(self.cache.tree_components) == (ComponentType.FULL,)
+
+    # ---- host memory ----
+
+    def hold(self, match: Match) -> Hold | None:
+        """Keep a match's host copies from being evicted. None if its end has no host copy."""
+        if self.cache.is_root(match.anchor) or not self.cache.is_backuped(match.anchor):
+            return None
+        return Hold(match.anchor, self.cache.inc_host_lock_ref(match.anchor).to_dec_params())
+
+    def release(self, hold: Hold) -> None:
+        """Give a hold back."""
+        self.cache.dec_host_lock_ref(hold.node, hold.receipt)
+
+    def hold_waiting(self) -> list[Hold]:
+        """Hold what requests that wait to be scheduled have in host memory."""
+        holds = []
+        for request in self.scheduler.waiting_queue:
+            if request.host_hit_length > 0:
+                prefix = Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
+                if (hold := self.hold(self.match(prefix))) is not None:
+                    holds.append(hold)
+        return holds
+
+    def needs_eviction(self, tokens: int) -> bool:
+        """Whether host memory has no room for so many tokens without evicting."""
+        return self.host_free_tokens < tokens
+
+    # ---- the device ----
+
+    def promotion_obstacle(self) -> str | None:
+        """Why nothing can be promoted to the device on this set-up; None if it can."""
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().pp_size > 1:
+            return "promotion to the device is not supported with pipeline parallelism"
+        if not self.reads_in_pieces:
+            return "promotion to the device is supported for full-attention models only"
+        return None
+
+    def device_room(self) -> int:
+        """Free tokens of device memory, the least of all ranks. A collective on several ranks."""
+        import torch
+
+        free = torch.tensor(self.scheduler.token_to_kv_pool_allocator.available_size(), dtype=torch.int64)
+        self.cache._all_reduce(free, torch.distributed.ReduceOp.MIN)
+        return int(free.item())
+
+    @property
+    def loading(self) -> bool:
+        """Whether host-to-device loads are under way. Agreed by all ranks."""
+        return bool(self.cache.ongoing_load_back)
+
+    def promote(self, match: Match) -> int | None:
+        """Load a match's host part to the device by SGLang's own load-back.
+
+        Returns:
+            SGLang's index of the load, for the batch that is to wait for it; None if it loads nothing.
+        """
+        if not self.cache.load_back(match.end):
+            return None
+        return int(self.cache.ready_to_load_host_cache())
+
+    def is_loading(self, match: Match) -> bool:
+        """Whether the load that :meth:`promote` started goes on. Agreed by all ranks."""
+        return match.end in self.cache.ongoing_load_back
 
     # ---- ordinary requests ----
 

@@ -1,0 +1,90 @@
+"""Storage calls that operations left running when they ended, above all those that hang."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from toolgap.sglang.internals import Engine
+from toolgap.sglang.storage_calls import StorageCalls
+
+
+@dataclass
+class LeftCall:
+    """One of them. Equal on all ranks, but for its times."""
+
+    operation: Any
+    """SGLang's record of it."""
+    tokens: int
+    """Host memory that SGLang gives back when the call returns."""
+    left_at: float
+    hangs: bool
+    """Whether it is taken for one that hangs: more work for the thread that makes it is refused."""
+    replaced: bool = False
+    """Whether another thread has taken that one's place."""
+
+
+class Stalls:
+    """The calls left running in one scheduler."""
+
+    def __init__(self, engine: Engine, calls: StorageCalls, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._calls = calls
+        self._clock = clock
+        self._left: dict[str, LeftCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    @property
+    def hanging(self) -> int:
+        """Calls for whose return new operations have to wait."""
+        return sum(call.hangs and not call.replaced for call in self._left.values())
+
+    @property
+    def given_up(self) -> int:
+        """Calls that hang, whether or not their thread was replaced."""
+        return sum(call.hangs for call in self._left.values())
+
+    @property
+    def quarantined_tokens(self) -> int:
+        """Host memory that is given back when calls return."""
+        return sum(call.tokens for call in self._left.values())
+
+    def leave(self, key: str, operation: Any, tokens: int, *, hangs: bool) -> None:
+        """An operation ended while its call may be running. On all ranks at the same step."""
+        self._left[key] = LeftCall(operation, tokens, self._clock(), hangs)
+        self.settle()
+
+    def settle(self) -> int:
+        """Drop calls that have returned on every rank; returns how many hung. A collective."""
+        if not self._left:
+            return 0
+        running = self._engine.any_rank([self._calls.running(call.operation) for call in self._left.values()])
+        returned = [key for key, runs in zip(list(self._left), running, strict=True) if not runs]
+        return sum(self._left.pop(key).hangs for key in returned)
+
+    def due(self, stall_timeout_s: float, patience_s: float) -> tuple[list[str], list[str]]:
+        """By this rank's clock: calls to take for hanging, and calls whose thread to replace."""
+        now = self._clock()
+        hang = [k for k, c in self._left.items() if not c.hangs and now - c.left_at >= stall_timeout_s]
+        replace = [
+            k for k, c in self._left.items() if c.hangs and not c.replaced and now - c.left_at >= patience_s
+        ]
+        return hang, replace
+
+    def hang(self, keys: list[str]) -> int:
+        """Take calls for hanging; returns how many were not yet."""
+        fresh = [self._left[key] for key in keys if key in self._left and not self._left[key].hangs]
+        for call in fresh:
+            call.hangs = True
+        return len(fresh)
+
+    def replace(self, keys: list[str]) -> int:
+        """Put another thread in the place of the one that hangs, where that can be; returns how many."""
+        replaced = 0
+        for key in keys:
+            call = self._left.get(key)
+            if call is not None and not call.replaced and self._engine.replace_reader(call.operation):
+                call.replaced = True
+                replaced += 1
+        return replaced
