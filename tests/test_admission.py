@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolgap.admission import Budget, check_budget, retry_after_s
+from toolgap.admission import Budget, check_budget, piece_tokens, retry_after_s
 from toolgap.protocol import Code, Error, Refused
 
 BUDGET = Budget(max_operations=2, operation_tokens=1000, host_tokens=1000)
@@ -59,13 +59,13 @@ def test_what_fits(
 
 
 def test_one_operation_at_once_is_the_strict_mode() -> None:
-    strict = Budget(max_operations=1, host_tokens=1000)
+    strict = Budget(max_operations=1, operation_tokens=1000, host_tokens=1000)
     assert code(budget=strict, active_operations=0, wanted_tokens=1000) is None
     assert code(budget=strict, active_operations=1, active_tokens=1) is Code.TOO_MANY_OPERATIONS
 
 
 def test_without_host_memory_only_resident_prefixes_are_accepted() -> None:
-    none = Budget(max_operations=2, host_tokens=0)
+    none = Budget(max_operations=2, operation_tokens=0, host_tokens=0)
     assert code(budget=none, wanted_tokens=0) is None
     assert code(budget=none, wanted_tokens=1) is Code.PREFIX_TOO_LARGE
 
@@ -97,7 +97,7 @@ TOKENS = st.integers(0, 10_000)
 
 
 @settings(deadline=None)
-@given(st.builds(Budget, st.integers(1, 20), TOKENS), st.lists(TOKENS, max_size=30))
+@given(st.builds(Budget, st.integers(1, 20), TOKENS, TOKENS), st.lists(TOKENS, max_size=30))
 def test_accepted_operations_never_exceed_the_budget(budget: Budget, spans: list[int]) -> None:
     accepted: list[int] = []
     for span_tokens in spans:
@@ -107,7 +107,11 @@ def test_accepted_operations_never_exceed_the_budget(budget: Budget, spans: list
             active_tokens=sum(accepted),
             wanted_tokens=span_tokens,
         )
-        fits = len(accepted) < budget.max_operations and sum(accepted) + span_tokens <= budget.host_tokens
+        fits = (
+            len(accepted) < budget.max_operations
+            and span_tokens <= budget.operation_tokens
+            and sum(accepted) + span_tokens <= budget.host_tokens
+        )
         assert fits == (found is None)
         if found is None:
             accepted.append(span_tokens)
@@ -140,3 +144,42 @@ def test_without_recent_operations_the_default_is_taken_within_the_same_bounds()
 @given(st.lists(st.floats(0, 1e9)))
 def test_a_retry_is_never_sooner_than_a_tenth_of_a_second_nor_later_than_ten(recent: list[float]) -> None:
     assert 0.1 <= retry_after_s(recent) <= 10.0
+
+
+def test_a_span_longer_than_one_operation_may_read_names_the_limit() -> None:
+    small = Budget(max_operations=2, operation_tokens=100, host_tokens=1000)
+    error = refusal(small, wanted_tokens=101)
+    assert error is not None and error.code is Code.PREFIX_TOO_LARGE
+    assert "TOOLGAP_MAX_OPERATION_TOKENS" in error.message
+    assert refusal(small, wanted_tokens=100) is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "limit", "page", "threshold", "expected"),
+    [
+        (1024, 4096, 16, 256, 1024),
+        (4096, 4096, 16, 256, 4096),
+        (8192, 4096, 16, 256, 4096),
+        # The rest would be too short for SGLang to read it: it is read along.
+        (4096 + 240, 4096, 16, 256, 4096 + 240),
+        (4096 + 256, 4096, 16, 256, 4096),
+        # Whole pages, and never below the threshold.
+        (1024, 100, 64, 0, 64),
+        (1024, 1, 64, 256, 256),
+        (1024, 1, 64, 250, 256),
+    ],
+)
+def test_a_span_is_cut_into_pieces(missing: int, limit: int, page: int, threshold: int, expected: int) -> None:
+    assert piece_tokens(missing, limit, page, threshold) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 40_000), st.sampled_from([1, 16, 64]), st.integers(0, 1000))
+def test_pieces_add_up_and_each_can_be_read(pages: int, limit: int, page: int, threshold: int) -> None:
+    missing = pages * page
+    while missing >= threshold and missing > 0:
+        piece = piece_tokens(missing, limit, page, threshold)
+        assert piece % page == 0
+        assert threshold <= piece <= missing
+        missing -= piece
+    assert missing == 0 or pages * page < threshold

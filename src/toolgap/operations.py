@@ -234,7 +234,10 @@ class OperationLog:
             if operation.stop is not None:
                 if watched - operation.stopped_at >= limits.stop_grace_s:
                     due.abandon.append(operation.operation_id)
-            elif not (operation.following or operation.queued) and watched - operation.progressed_at >= limits.stall_timeout_s:
+            elif (
+                not (operation.following or operation.queued)
+                and watched - operation.progressed_at >= limits.stall_timeout_s
+            ):
                 due.stall.append(operation.operation_id)
             elif not operation.waiting_requests and now - operation.accepted_at >= operation.ttl_s:
                 due.expire.append(operation.operation_id)

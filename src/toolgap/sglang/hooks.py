@@ -65,7 +65,7 @@ def get_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
 def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | None:
     """After `Scheduler._poll_timeout_aborts`: let one rank's clock decide for all ranks."""
     restorer = _restorer
-    if restorer is None or not restorer.work:
+    if restorer is None or restorer.idle:
         return None
     try:
         decision = restorer.decide()
@@ -81,7 +81,7 @@ def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | Non
 def check_hicache_events(_result: Any, cache: Any) -> None:
     """After `UnifiedRadixCache.check_hicache_events`: follow reads, end operations, let requests go on."""
     restorer = _restorer
-    if restorer is None or not restorer.work or restorer.engine.cache is not cache:
+    if restorer is None or restorer.idle or restorer.engine.cache is not cache:
         return
     try:
         restorer.poll()
@@ -168,6 +168,54 @@ def prefetch_rate_limited(original: Callable[..., bool], controller: Any) -> boo
     return restorer.engine.rate_limited(controller, original)
 
 
+def allocate_storage_hit(
+    original: Callable[..., Any], controller: Any, operation: Any, hit_tokens: int, **how: Any
+) -> Any:
+    """Around `HybridCacheController.allocate_storage_hit`: what an operation must not evict is held meanwhile."""
+    restorer = _restorer
+    if restorer is None or not restorer.work or not operation.handle.rid.startswith("toolgap-"):
+        return original(controller, operation, hit_tokens, **how)
+    with restorer.guard(hit_tokens):
+        return original(controller, operation, hit_tokens, **how)
+
+
+def evict_host(
+    original: Callable[..., int], cache: Any, num_tokens: int, *component: Any, **named: Any
+) -> int:
+    """Around `UnifiedRadixCache.evict_host`: leases give way before an ordinary request lacks room."""
+    evicted = original(cache, num_tokens, *component, **named)
+    restorer = _restorer
+    if restorer is not None and restorer.leases and not restorer.guarding and restorer.engine.cache is cache:
+        while evicted < num_tokens and restorer.leases.give_way():
+            evicted += original(cache, num_tokens - evicted, *component, **named)
+    return evicted
+
+
+def checkpoint(_result: Any, cache: Any, req: Any, *, up_to: int, **_named: Any) -> None:
+    """After `UnifiedRadixCache.checkpoint`: a request was prefilled, so it is known what it found in the cache."""
+    restorer = _restorer
+    if restorer is None or not (restorer.usage or restorer.leases) or restorer.engine.cache is not cache:
+        return
+    try:
+        prefix = Prefix(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)
+        restorer.checkpointed(prefix, req.cached_tokens)
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "checkpoint")
+
+
+def ready_to_load(original: Callable[..., int], cache: Any) -> int:
+    """Around `UnifiedRadixCache.ready_to_load_host_cache`: a batch waits for the layers of a promotion under way.
+
+    What SGLang loads for the batch itself comes behind it in the same stream, and is waited for anyhow.
+    """
+    index = original(cache)
+    restorer = _restorer
+    if index >= 0 or restorer is None or restorer.load is None or restorer.engine.cache is not cache:
+        return index
+    pending = restorer.index_to_wait_for()
+    return index if pending is None else pending
+
+
 def call_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
     """Around the two methods that call storage, in their threads: know which calls are running."""
     return _calls.around(original, controller, operation)
@@ -179,9 +227,9 @@ def call_storage(original: Callable[..., Any], controller: Any, operation: Any) 
 def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
     """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
     restorer = _restorer
-    if restorer is not None and not restorer.quiet and restorer.engine.free_of_requests:
+    if restorer is not None and not restorer.quiet() and restorer.engine.free_of_requests:
         _quiesce(Reason.FLUSHED)
-        if not restorer.quiet:
+        if not restorer.quiet():
             logger.warning("toolgap: flush refused: a storage call has not returned")
             return False
     return original(scheduler, empty_cache)
@@ -230,7 +278,7 @@ def weight_version_changed(_result: Any, _scheduler: Any, new_version: str | Non
 
 def _quiesce(reason: Reason) -> None:
     restorer = _restorer
-    if restorer is None or restorer.quiet:
+    if restorer is None or restorer.quiet():
         return
     try:
         restorer.quiesce(reason)

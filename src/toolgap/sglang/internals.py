@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import os
+import threading
 from array import array
 from collections.abc import Iterator
 from importlib import metadata
@@ -528,6 +529,13 @@ class Engine:
         self.cache.cache_controller.terminate_prefetch(read.operation)
         self.cache.check_prefetch_progress(read.handle)
 
+    def quarantined_tokens(self, read: Read) -> int:
+        """Host memory that SGLang keeps for a read until its storage call has returned."""
+        operation = read.operation
+        if operation.host_indices is None:
+            return 0
+        return len(operation.host_indices) - int(operation.completed_tokens)
+
     def conclude(self, read: Read) -> ReadResult:
         """Take the result of a read that is no longer in flight, and drop every trace of it."""
         from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -575,6 +583,23 @@ class Engine:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         return tuple(self.cache.tree_components) == (ComponentType.FULL,)
+
+    def replace_storage_thread(self, hanging: threading.Thread) -> None:
+        """Start another of SGLang's threads that query or read storage, in place of one that hangs.
+
+        Only where there is one rank: several ranks' threads take the same operations in the same order,
+        and wait for each other in each of them.
+        """
+        controller = self.cache.cache_controller
+        if hanging is controller.prefetch_thread:
+            name, loop = "prefetch_thread", controller.prefetch_thread_func
+        elif hanging is controller.prefetch_io_aux_thread:
+            name, loop = "prefetch_io_aux_thread", controller.prefetch_io_aux_func
+        else:
+            return
+        thread = threading.Thread(target=loop, daemon=True)
+        setattr(controller, name, thread)
+        thread.start()
 
     # ---- host memory ----
 
@@ -625,7 +650,7 @@ class Engine:
     @property
     def loading(self) -> bool:
         """Whether host-to-device loads are under way. Agreed by all ranks."""
-        return bool(self.cache.ongoing_load_back)
+        return bool(self.cache.cache_controller.ack_load_queue)
 
     def promote(self, match: Match) -> int | None:
         """Load a match's host part to the device by SGLang's own load-back.

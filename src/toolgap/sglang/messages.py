@@ -49,6 +49,12 @@ class Decide(msgspec.Struct, tag=True, kw_only=True):
     abandon: list[str]
     release: list[tuple[str, int]]
     """Requests (rid, attempt) whose wait for an operation is over."""
+    unlease: list[str]
+    """Operations whose lease is over."""
+    hang: list[str]
+    """Storage calls to take for hanging."""
+    replace: list[str]
+    """Those whose thread to replace."""
 
 
 Order = Restore | Describe | CancelOperation | Quiesce | Decide

@@ -5,17 +5,19 @@ broadcast messages and rank-agreed engine state; only :meth:`Restorer.decide` re
 on one rank, and its decisions come back as a broadcast message.
 """
 
+import contextlib
 import hashlib
+import itertools
 import logging
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
-from toolgap.admission import Budget, check_budget, retry_after_s
+from toolgap.admission import Budget, check_budget, piece_tokens, retry_after_s
 from toolgap.operations import (
     CANCELLED,
     EXPIRED,
@@ -35,9 +37,11 @@ from toolgap.protocol import (
     Reason,
     Refused,
     State,
+    Target,
 )
 from toolgap.settings import Settings
-from toolgap.sglang.internals import Engine, Prefix, Read, cause
+from toolgap.sglang.internals import Engine, Hold, Match, Prefix, cause
+from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
     CancelOperation,
     Decide,
@@ -49,12 +53,15 @@ from toolgap.sglang.messages import (
     decode_order,
     encode_order,
 )
+from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
+from toolgap.sglang.usage import Usage
+from toolgap.sglang.work import Join, Work
 
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 4
-"""Reads that one operation may issue or follow, one after another."""
+"""Reads that an operation may issue or follow, one after another, that bring nothing."""
 
 _LONGEST_STEP_S = 0.25
 """What one scheduler step may add to the watch, however long it took."""
@@ -66,45 +73,12 @@ _DRAIN_PAUSE_S = 0.001
 _to_json = msgspec.json.Encoder().encode
 
 
-class Join(NamedTuple):
-    """A request that waits for an operation."""
+class Load(NamedTuple):
+    """A promotion that was started."""
 
-    operation_id: str
-    since_s: float
-    budget_s: float
-
-
-class LeftCall(NamedTuple):
-    """A storage call that an operation left running when it ended."""
-
-    operation: Any
-    """SGLang's record of it."""
-    stalled_from_s: float
-    """When to take it for one that hangs, and to refuse more work for the thread that makes it."""
-
-
-class Work:
-    """What the restorer keeps of an active operation beside its record."""
-
-    def __init__(self, operation: Operation, prefix: Prefix, request: HicachePrefetchReqInput) -> None:
-        self.operation = operation
-        self.prefix = prefix
-        self.request = request
-        self.attempts = 0
-        self.read: Read | None = None
-        self.leader: Work | None = None
-        """Another operation whose read this one waits for."""
-        self.leading_request: Any = None
-        """An ordinary request's read that this one waits for, by its handle."""
-        self.joined: set[Any] = set()
-        """Handles of requests that wait for this operation."""
-        self.declined: set[Any] = set()
-        """Handles of requests whose wait ran out: they go on without, and read nothing of it twice."""
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless exactly one read is waited for."""
-        assert [self.read, self.leader, self.leading_request].count(None) == 2
-        assert self.operation.waiting_requests == len(self.joined)
+    match: Match
+    counter: int
+    """SGLang's, for batches that wait for it."""
 
 
 class Restorer:
@@ -129,13 +103,24 @@ class Restorer:
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
         self.joins: dict[Any, Join] = {}
-        self.left: list[LeftCall] = []
-        """Storage calls that were left running by operations that ended."""
+        self.stalls = Stalls(engine, calls, clock)
+        self.leases = Leases(engine)
+        self.usage = Usage()
+        self.guarding = False
+        """Whether host memory is being allocated for an operation: leases do not give way to those."""
+        self.load: Load | None = None
+        """The last promotion: a batch that starts while it goes on waits for its layers."""
+        self._arrivals = itertools.count()
         self.weights_epoch = 0
         self.stale_cache = False
         self.stale_storage = False
         self.storage_was_replaced = False
         self._namespace: str | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no hook has anything to do."""
+        return not (self.work or self.stalls or self.leases)
 
     # ---- messages ----
 
@@ -220,34 +205,63 @@ class Restorer:
             aligned_tokens=self.engine.align(len(token_ids)),
             ttl_s=order.ttl_s,
             submitted_ts=time.time(),
+            deadline_ts=order.deadline_ts,
+            target=order.target,
+            lease_s=None if order.lease_s is None else min(order.lease_s, self.settings.max_lease_s),
+            dp_rank=order.dp_rank,
         )
         match = self.engine.match(prefix)
         operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
-        wanted_tokens = operation.aligned_tokens - operation.resident_tokens
-        work = Work(operation, prefix, request)
-        if wanted_tokens >= self.engine.prefetch_threshold_tokens and not self._find_leader(
-            work, operation.resident_tokens
-        ):
-            if not self.engine.can_anchor(match):
-                raise Refused(
-                    Code.ANCHOR_NOT_BACKED_UP,
-                    f"the first {operation.resident_tokens} tokens are on the device only, and pages cannot be "
-                    "attached behind them before SGLang has backed them up",
-                    retry_after_s=1.0,
-                )
-            self._check_budget(wanted_tokens)
-        else:
-            self._check_budget(0)
+        work = Work(operation, prefix, request, next(self._arrivals))
+        self._check_room(work, match)
         request.token_ids = b""  # kept for its return address only
         self.log.accept(operation)
         self.work[operation.operation_id] = work
-        try:
-            self._start(work)
-        except Refused:
-            self.work.pop(operation.operation_id)
-            self.log.active.pop(operation.operation_id)
-            raise
+        self._place(work)
+        self._dispatch()
         return operation.status(self.clock())
+
+    def _check_room(self, work: Work, match: Match) -> None:
+        """Raise Refused unless what the operation has to read could be read, and fits."""
+        operation, engine = work.operation, self.engine
+        wanted_tokens = operation.aligned_tokens - operation.resident_tokens
+        if wanted_tokens < engine.prefetch_threshold_tokens:
+            wanted_tokens = 0
+        elif self._find_leader(work, operation.resident_tokens):
+            wanted_tokens = operation.aligned_tokens - work.shared_tokens
+        elif not engine.can_anchor(match):
+            raise Refused(
+                Code.ANCHOR_NOT_BACKED_UP,
+                f"the first {operation.resident_tokens} tokens are on the device only, and pages cannot be "
+                "attached behind them before SGLang has backed them up",
+                retry_after_s=1.0,
+            )
+        elif engine.declines_reads:
+            raise Refused(
+                Code.RATE_LIMITED,
+                "ordinary requests' reads occupy SGLang's prefetch capacity",
+                retry_after_s=1.0,
+            )
+        check_budget(
+            Budget(self.settings.max_operations, self.max_operation_tokens, self.budget_tokens),
+            active_operations=len(self.work),
+            active_tokens=self.budget_used_tokens,
+            wanted_tokens=wanted_tokens,
+            retry_after_s=retry_after_s(
+                operation.ended_at - operation.accepted_at
+                for operation in self.log.outcomes.values()
+                if operation.ended_at is not None
+            ),
+        )
+        if operation.lease_s is not None:
+            self.leases.check(
+                operation.aligned_tokens,
+                sum(
+                    w.operation.aligned_tokens for w in self.work.values() if w.operation.lease_s is not None
+                ),
+                self.max_leased_tokens,
+                self.clock(),
+            )
 
     def _check_gates(self, order: Restore) -> None:
         engine = self.engine
@@ -258,6 +272,12 @@ class Restorer:
                 Code.NAMESPACE_MISMATCH,
                 f"this server's namespace is {self.namespace}: model, weights, KV layout or storage differ",
                 field="namespace",
+            )
+        if order.target is Target.DEVICE and (obstacle := engine.promotion_obstacle()):
+            raise Refused(Code.NOT_SUPPORTED, obstacle, field="target")
+        if order.lease_s is not None and self.max_leased_tokens == 0:
+            raise Refused(
+                Code.NOT_SUPPORTED, "this server grants no leases (TOOLGAP_LEASE_SHARE is 0)", field="lease_s"
             )
         if obstacle := engine.storage_obstacle():
             if self.storage_was_replaced and not engine.storage_backend:
@@ -273,30 +293,32 @@ class Restorer:
             raise Refused(Code.PAUSED, "the engine is paused", retry_after_s=1.0)
         if engine.flush_pending:
             raise Refused(Code.FLUSH_PENDING, "a flush waits for the engine to be idle", retry_after_s=1.0)
-        if self._stalled_calls():
+        if self.stalls.hanging:
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call that was given up has not returned yet",
                 retry_after_s=5.0,
             )
 
-    def _check_budget(self, wanted_tokens: int) -> None:
-        check_budget(
-            Budget(self.settings.max_operations, self.max_operation_tokens),
-            active_operations=len(self.work),
-            active_tokens=self.engine.own_tokens,
-            wanted_tokens=wanted_tokens,
-            retry_after_s=retry_after_s(
-                operation.ended_at - operation.accepted_at
-                for operation in self.log.outcomes.values()
-                if operation.ended_at is not None
-            ),
-        )
+    @property
+    def budget_tokens(self) -> int:
+        """Host memory that active operations may read into."""
+        return self.engine.align(int(self.engine.host_total_tokens * self.settings.host_share))
+
+    @property
+    def budget_used_tokens(self) -> int:
+        """What active operations may still read."""
+        return sum(work.budget_tokens for work in self.work.values())
 
     @property
     def max_operation_tokens(self) -> int:
-        """Host memory that active operations may read into."""
-        return self.engine.align(int(self.engine.host_total_tokens * self.settings.host_share))
+        """Longest span that one operation may read."""
+        return min(self.settings.max_operation_tokens or self.budget_tokens, self.budget_tokens)
+
+    @property
+    def max_leased_tokens(self) -> int:
+        """Host memory that leases may hold."""
+        return self.engine.align(int(self.engine.host_total_tokens * self.settings.lease_share))
 
     @property
     def namespace(self) -> str:
@@ -305,69 +327,125 @@ class Restorer:
             self._namespace = self.engine.namespace(self.weights_epoch)
         return self._namespace
 
-    def _start(self, work: Work) -> None:
-        """Read what is missing now, or follow a read of it, or end."""
+    # ---- turns ----
+
+    def _place(self, work: Work) -> None:
+        """Look at what is missing now: end, follow a read of it, or queue for a turn to read it."""
         operation, engine = work.operation, self.engine
         work.read = work.leader = work.leading_request = None
-        operation.following = False
-        work.attempts += 1
+        work.shared_tokens = 0
+        self.log.wait(operation)
         match = engine.match(work.prefix)
-        missing_tokens = operation.aligned_tokens - match.resident_tokens
+        landed_tokens = min(match.resident_tokens, operation.aligned_tokens)
+        work.attempts = 0 if landed_tokens > work.landed_tokens else work.attempts + 1
+        work.landed_tokens = landed_tokens
+        self._keep(work, match)
+        missing_tokens = operation.aligned_tokens - landed_tokens
         if operation.aligned_tokens == 0:
             self._end(work, State.MISS, Reason.BELOW_THRESHOLD)
-        elif missing_tokens <= 0:
+        elif missing_tokens == 0:
             nothing_read = operation.resident_tokens >= operation.aligned_tokens
-            self._end(work, State.RESTORED, Reason.ALREADY_RESIDENT if nothing_read else Reason.COMPLETE)
+            self._arrive(work, Reason.ALREADY_RESIDENT if nothing_read else Reason.COMPLETE)
         elif missing_tokens < engine.prefetch_threshold_tokens:
-            self._end_by(work, match.resident_tokens, Reason.BELOW_THRESHOLD)
-        elif work.attempts > _MAX_ATTEMPTS:
-            self._end_by(work, match.resident_tokens, Reason.NOT_INSERTED)
-        elif leader := self._find_leader(work, match.resident_tokens):
-            operation.following = True
+            self._arrive(work, Reason.BELOW_THRESHOLD)
+        elif work.attempts > _MAX_ATTEMPTS or not engine.can_anchor(match):
+            self._arrive(work, Reason.NOT_INSERTED)
+        elif leader := self._find_leader(work, landed_tokens):
             if isinstance(leader, Work):
                 work.leader = leader
             else:
                 work.leading_request = leader
+            self.log.wait(operation, following=True)
         else:
-            work.read = engine.issue(operation.operation_id, work.attempts, work.prefix, match)
-            if work.read is None:
-                if work.attempts == 1:
-                    raise Refused(
-                        Code.RATE_LIMITED,
-                        "ordinary requests' reads occupy SGLang's prefetch capacity",
-                        retry_after_s=1.0,
-                    )
-                self._end_by(work, match.resident_tokens, Reason.HOST_CAPACITY)
-            else:
-                self.log.advance(operation, State.QUERYING)
+            self.log.wait(operation, queued=True)
+
+    def _keep(self, work: Work, match: Match) -> None:
+        """Hold what has landed, in place of what was held before."""
+        before, work.hold = work.hold, self.engine.hold(match)
+        if before is not None:
+            self.engine.release(before)
+
+    def _dispatch(self) -> None:
+        """Give turns to read: to operations that requests wait for, then by deadline, then by arrival."""
+        engine = self.engine
+        while True:
+            if sum(work.read is not None for work in self.work.values()) >= self.settings.reads_at_once:
+                return
+            ready = [work for work in self.work.values() if work.is_ready]
+            if not ready or engine.declines_reads or self.stalls.hanging or engine.paused:
+                return
+            self._issue(min(ready, key=self._turn))
+
+    def _turn(self, work: Work) -> tuple[bool, float, int]:
+        """Sort key: an operation has the turn of the most urgent of those that wait for it."""
+        followers = [other for other in self.work.values() if other.leader is work]
+        return (
+            not (work.joined or any(follower.joined for follower in followers)),
+            min(other.operation.deadline_ts for other in (work, *followers)),
+            work.arrival,
+        )
+
+    def _issue(self, work: Work) -> None:
+        """Read an operation's next piece."""
+        operation, engine = work.operation, self.engine
+        match = engine.match(work.prefix)
+        if match.resident_tokens != work.landed_tokens or not engine.can_anchor(match):
+            self._place(work)  # what it had seen has changed while it waited
+            return
+        missing_tokens = operation.aligned_tokens - work.landed_tokens
+        span_tokens = (
+            piece_tokens(
+                missing_tokens,
+                self.settings.piece_tokens,
+                engine.page_tokens,
+                engine.prefetch_threshold_tokens,
+            )
+            if engine.reads_in_pieces
+            else missing_tokens
+        )
+        work.reads += 1
+        self.log.wait(operation)
+        work.read = engine.issue(operation.operation_id, work.reads, work.prefix, match, span_tokens)
+        if work.read is None:
+            self._arrive(work, Reason.HOST_CAPACITY)
+        else:
+            self.log.advance(operation, State.QUERYING, operation.read_tokens)
 
     def _find_leader(self, work: Work, resident_tokens: int) -> "Work | Any | None":
-        """A read in flight that brings most of what is missing: an operation's, or a request's handle."""
+        """A read in flight that brings most of what is missing: an operation's, or a request's handle.
+
+        Notes in the work how much of the prefix it brings.
+        """
         aligned_tokens = work.operation.aligned_tokens
         for other in self.work.values():
-            if other is work or other.leader is not None:
+            if other is work or other.leader is not None or other.promotion is not None:
                 continue
             shared = self.engine.align(work.prefix.shared_tokens(other.prefix))
-            if self._worth_waiting(shared, resident_tokens, other.operation.aligned_tokens):
+            if self._worth_waiting(shared, resident_tokens, self._useless_tokens(other, shared)):
+                work.shared_tokens = shared
                 return other
         for read in self.engine.ordinary_reads():
             shared = self.engine.align(work.prefix.shared_tokens(read.prefix))
             end_tokens = max(self.engine.align(len(read.prefix.token_ids) - 1), shared)
-            if self._worth_waiting(min(shared, aligned_tokens), resident_tokens, end_tokens):
+            brought = min(shared, aligned_tokens)
+            if self._worth_waiting(brought, resident_tokens, end_tokens - brought):
+                work.shared_tokens = brought
                 return read.handle
         return None
 
-    def _worth_waiting(self, shared_tokens: int, resident_tokens: int, read_end_tokens: int) -> bool:
-        """Whether to wait for a read that ends at ``read_end_tokens`` for what is shared with it.
+    def _worth_waiting(self, shared_tokens: int, resident_tokens: int, useless_tokens: int) -> bool:
+        """Whether to wait for a read for what is shared with it.
 
-        Not for less than SGLang would read at all, and not if most of the read is of no use here: a
-        request that shares a system prompt with a long restore does not wait for the rest of it.
+        Not for less than SGLang would read at all, and not if most of the time would be spent on what is
+        of no use here.
         """
         gained_tokens = shared_tokens - resident_tokens
-        return (
-            gained_tokens >= self.engine.prefetch_threshold_tokens
-            and read_end_tokens - shared_tokens <= gained_tokens
-        )
+        return gained_tokens >= self.engine.prefetch_threshold_tokens and useless_tokens <= gained_tokens
+
+    def _useless_tokens(self, work: Work, shared_tokens: int) -> int:
+        """What an operation reads beyond what is shared before that is resident: the rest of a piece at most."""
+        rest_tokens = work.operation.aligned_tokens - shared_tokens
+        return min(rest_tokens, self.settings.piece_tokens) if self.engine.reads_in_pieces else rest_tokens
 
     # ---- the join ----
 
@@ -382,7 +460,9 @@ class Restorer:
         before = self.joins.get(handle)
         for work in self.work.values():
             shared = self.engine.align(work.prefix.shared_tokens(prefix))
-            if not self._worth_waiting(shared, matched_tokens, work.operation.aligned_tokens):
+            if work.promotion is not None or not self._worth_waiting(
+                shared, matched_tokens, self._useless_tokens(work, shared)
+            ):
                 continue
             if handle in work.declined or (
                 before is not None and before.operation_id == work.operation.operation_id
@@ -390,7 +470,7 @@ class Restorer:
                 return True
             self._leave(handle)
             budget_s = self.settings.join_timeout_s or self.engine.wait_budget_s(shared - matched_tokens)
-            self.joins[handle] = Join(work.operation.operation_id, self.clock(), budget_s)
+            self.joins[handle] = Join(work.operation.operation_id, shared, self.clock(), budget_s)
             work.joined.add(handle)
             work.operation.joined_requests += 1
             work.operation.waiting_requests = len(work.joined)
@@ -421,47 +501,109 @@ class Restorer:
         if self.engine.flush_pending:
             self._stop_all(Stop(State.CANCELLED, Reason.FLUSHED))
         for work in list(self.work.values()):
-            if work.operation.ended_at is not None:
-                continue
-            if work.read is not None:
-                if self.engine.in_flight(work.read):
-                    self.log.advance(work.operation, *self.engine.progress(work.read))
-                else:
-                    self._conclude(work)
-            elif work.leader is not None:
-                self.log.advance(work.operation, work.leader.operation.state)
-            elif not self.engine.is_reading(work.leading_request):
-                self._start(work)
+            if work.operation.ended_at is None:
+                self._follow(work)
+        self._dispatch()
+        self.stalls.settle()
+
+    def _follow(self, work: Work) -> None:
+        """See what became of what one operation waits for."""
+        engine, operation = self.engine, work.operation
+        if work.read is not None:
+            if engine.in_flight(work.read):
+                state, read_tokens = engine.progress(work.read)
+                self.log.advance(operation, state, operation.read_tokens + read_tokens)
+            else:
+                self._conclude(work)
+        elif work.promotion is not None:
+            self._promote(work, work.promotion)
+        elif work.leader is not None:
+            if work.leader.landed_tokens >= work.shared_tokens:
+                self._place(work)
+            else:
+                self.log.advance(operation, work.leader.operation.state, operation.read_tokens)
+        elif work.leading_request is not None and not engine.is_reading(work.leading_request):
+            self._place(work)
 
     def _conclude(self, work: Work) -> None:
-        """The operation's own read is over: take its result and end."""
+        """A piece is over: take its result, and go on or end."""
         assert work.read is not None
         read, operation, engine = work.read, work.operation, self.engine
         result = engine.conclude(read)
         operation.read_tokens += result.read_tokens
         operation.inserted_tokens += result.inserted_tokens
+        operation.dropped_tokens += result.read_tokens - result.inserted_tokens
         if result.read_tokens:
             operation.read_at = result.returned_at
             operation.first_read_at = operation.first_read_at or result.returned_at
-        operation.dropped_tokens += result.read_tokens - result.inserted_tokens
-        if result.found_tokens is not None:
-            operation.found_tokens = result.found_tokens
         known_end_tokens = None
-        if (
-            operation.stop is None
-            and result.found_tokens is not None
-            and result.read_tokens == result.found_tokens
-        ):
-            # Storage holds nothing behind this: whoever shares more need not ask again.
-            known_end_tokens = read.start_tokens + result.found_tokens
+        if result.found_tokens is not None:
+            end_tokens = read.start_tokens + result.found_tokens
+            operation.found_tokens = max(
+                operation.found_tokens or 0,
+                min(end_tokens, operation.aligned_tokens) - operation.resident_tokens,
+            )
+            if result.found_tokens < read.span_tokens and result.read_tokens == result.found_tokens:
+                # Storage holds nothing behind this: whoever shares more need not ask again.
+                known_end_tokens = end_tokens
         if operation.stop is not None:
             self._end(work, *operation.stop, known_end_tokens=known_end_tokens)
             return
         reason = cause(result, read.span_tokens, engine.prefetch_threshold_tokens)
-        resident_tokens = engine.match(work.prefix).resident_tokens
-        if reason is Reason.COMPLETE and resident_tokens < operation.aligned_tokens:
-            reason = Reason.NOT_INSERTED
-        self._end_by(work, resident_tokens, reason, known_end_tokens=known_end_tokens)
+        if reason is Reason.NOT_IN_STORAGE and operation.read_tokens:
+            reason = Reason.STORAGE_SHORTFALL
+        if reason is Reason.COMPLETE:
+            self._place(work)
+            self._let_go(work)
+            return
+        match = engine.match(work.prefix)
+        work.landed_tokens = min(match.resident_tokens, operation.aligned_tokens)
+        self._keep(work, match)
+        self._arrive(work, reason, known_end_tokens=known_end_tokens)
+
+    def _let_go(self, work: Work) -> None:
+        """Requests that wait for no more than has landed go on."""
+        if work.operation.ended_at is not None:
+            return
+        satisfied = {handle for handle in work.joined if self.joins[handle].end_tokens <= work.landed_tokens}
+        for handle in satisfied:
+            self._leave(handle)
+        self.engine.refetch(satisfied)
+
+    def _arrive(self, work: Work, reason: Reason, *, known_end_tokens: int | None = None) -> None:
+        """Reading is over: promote what is resident if that was asked for, then end."""
+        work.read = work.leader = work.leading_request = None
+        if work.operation.target is Target.DEVICE and work.landed_tokens:
+            work.reason, work.known_end_tokens = reason, known_end_tokens
+            self.log.wait(work.operation)
+            self._promote(work, self.engine.match(work.prefix))
+        else:
+            self._end_by(work, work.landed_tokens, reason, known_end_tokens=known_end_tokens)
+
+    def _promote(self, work: Work, match: Match) -> None:
+        """Load what is in host memory to free device memory: wait for other loads, start, or end."""
+        engine, operation = self.engine, work.operation
+        if work.is_loading:
+            if engine.is_loading(match):
+                return
+            operation.promoted_tokens = match.host_tokens
+        else:
+            match = engine.match(work.prefix)
+            if engine.loading and match.host_tokens:
+                work.promotion = match
+                return
+            # Asked on every rank at this step, whatever is free on this one.
+            room_tokens = engine.device_room() if match.host_tokens else 0
+            if match.host_tokens and match.host_tokens <= room_tokens:
+                index = engine.promote(match)
+                if index is not None:
+                    self.load = Load(match, index)
+                    work.promotion, work.is_loading = match, True
+                    return
+            if match.host_tokens and work.reason in (Reason.COMPLETE, Reason.ALREADY_RESIDENT):
+                work.reason = Reason.DEVICE_CAPACITY
+        work.promotion = None
+        self._end_by(work, work.landed_tokens, work.reason, known_end_tokens=work.known_end_tokens)
 
     def _end_by(
         self,
@@ -472,7 +614,7 @@ class Restorer:
         known_end_tokens: int | None = None,
     ) -> None:
         state = outcome_state(work.operation.aligned_tokens, resident_tokens, reason)
-        if state is State.RESTORED:
+        if state is State.RESTORED and reason not in (Reason.ALREADY_RESIDENT, Reason.DEVICE_CAPACITY):
             reason = Reason.COMPLETE
         self._end(work, state, reason, known_end_tokens=known_end_tokens)
 
@@ -480,7 +622,11 @@ class Restorer:
         """Give the outcome, tell the HTTP process, and let everyone go on who waited for it."""
         operation = work.operation
         del self.work[operation.operation_id]
-        self.log.end(operation, state, reason)
+        work.read = work.leader = work.leading_request = work.promotion = None
+        forgotten = self.log.end(operation, state, reason)
+        self._settle_memory(work)
+        for outcome in forgotten:
+            self.usage.forget(outcome)
         logger.info(
             "toolgap: %s %s (%s): requested=%d resident=%d found=%s read=%d inserted=%d joined=%d in %.3f s",
             operation.operation_id,
@@ -511,6 +657,20 @@ class Restorer:
             waiting if known_end_tokens is None else set(self._still_missing(waiting, work, known_end_tokens))
         )
 
+    def _settle_memory(self, work: Work) -> None:
+        """What landed becomes ordinary host memory, or the lease's, and is watched for its use."""
+        operation, hold = work.operation, work.hold
+        work.hold = None
+        self.usage.watch(operation, work.prefix)
+        if hold is None:
+            return
+        natural = operation.state in (State.RESTORED, State.PARTIAL)
+        if natural and operation.lease_s is not None and not self.stale_cache:
+            until_s = self.clock() + operation.lease_s
+            self.leases.grant(Lease(operation, work.prefix, hold, until_s), work.landed_tokens)
+        else:
+            self.engine.release(hold)
+
     def _tell(self, work: Work) -> None:
         """Send the outcome to those who wait for it in the HTTP process."""
         status = work.operation.status(self.clock())
@@ -523,13 +683,15 @@ class Restorer:
         """An operation's leader ended: read the rest, unless storage is known to lack it."""
         shared = self.engine.align(follower.prefix.shared_tokens(leader.prefix))
         if known_end_tokens is None or known_end_tokens >= shared:
-            self._start(follower)
+            self._place(follower)
             return
         resident_tokens = self.engine.match(follower.prefix).resident_tokens
+        follower.leader = None
+        follower.landed_tokens = min(resident_tokens, follower.operation.aligned_tokens)
         follower.operation.found_tokens = max(0, known_end_tokens - follower.operation.resident_tokens)
         known_empty = known_end_tokens <= follower.operation.resident_tokens
         reason = Reason.NOT_IN_STORAGE if known_empty else Reason.STORAGE_SHORTFALL
-        self._end_by(follower, resident_tokens, reason)
+        self._arrive(follower, reason)
 
     def _still_missing(self, handles: Iterable[Any], work: Work, known_end_tokens: int) -> list[Any]:
         """Of the requests that waited, those for which storage may hold more than the read brought."""
@@ -543,34 +705,44 @@ class Restorer:
     # ---- stopping ----
 
     def cancel(self, operation_id: str) -> OperationStatus:
-        """Stop an operation for a client. Idempotent."""
+        """Stop an operation for a client, or end its lease. Idempotent."""
         operation = self._known(operation_id)
         if operation.ended_at is None:
             self._stop(self.work[operation_id], CANCELLED)
+        else:
+            self.leases.end(operation_id)
         return operation.status(self.clock())
 
-    def _stop(self, work: Work, stop: Stop, *, at_once: bool = False) -> None:
-        """Stop an operation's pending work: at the next batch boundary, or at once."""
+    def _stop(self, work: Work, stop: Stop, *, at_once: bool = False, for_all: bool = False) -> None:
+        """Stop an operation's pending work: at the next batch boundary, or at once.
+
+        A piece that others wait for as well is read to its end, unless everything stops.
+        """
         self.log.request_stop(work.operation, stop)
-        if work.read is None:
-            assert work.operation.stop is not None
+        assert work.operation.stop is not None
+        read = work.read
+        if work.promotion is not None and stop is not CANCELLED and not for_all:
+            self._end_by(
+                work, work.landed_tokens, Reason.DEVICE_CAPACITY
+            )  # time is up, but it is in host memory
+            return
+        if read is None:
             self._end(work, *work.operation.stop)
             return
         if at_once:
-            self.engine.give_up(work.read)
-        else:
-            self.engine.stop(work.read)
-        if not self.engine.in_flight(work.read):
-            if self.calls.running(work.read.operation):
-                patience_s = 0.0 if at_once else self.settings.stall_timeout_s
-                self.left.append(LeftCall(work.read.operation, self.clock() + patience_s))
+            self.engine.give_up(read)
+        elif for_all or not (work.joined or any(other.leader is work for other in self.work.values())):
+            self.engine.stop(read)
+        if not self.engine.in_flight(read):
+            key = f"{read.handle.rid}.{read.handle.attempt_id}"
+            self.stalls.leave(key, read.operation, self.engine.quarantined_tokens(read), hangs=at_once)
             self._conclude(work)
 
     def _stop_all(self, stop: Stop) -> None:
         # Followers first: one that is left would start to read when its leader stops.
         for work in sorted(self.work.values(), key=lambda work: work.read is not None):
             if work.operation.ended_at is None and work.operation.stop is None:
-                self._stop(work, stop)
+                self._stop(work, stop, for_all=True)
 
     def _apply(self, decision: Decide) -> None:
         for operation_ids, stop, at_once in (
@@ -589,6 +761,10 @@ class Restorer:
                 work = self.work[self.joins[handle].operation_id]
                 work.declined.add(handle)
                 self._leave(handle)
+        for operation_id in decision.unlease:
+            self.leases.end(operation_id)
+        self.stalls.hang(decision.hang)
+        self.stalls.replace(decision.replace)
 
     def decide(self) -> HicachePrefetchReqInput | None:
         """What time asks for, on the one rank that decides; said again until it was applied."""
@@ -602,9 +778,19 @@ class Restorer:
             for handle, join in self.joins.items()
             if now - join.since_s >= join.budget_s
         ]
-        if not due and not release:
+        unlease = self.leases.due(now)
+        hang, replace = self.stalls.due(self.settings.stall_timeout_s, self.settings.reader_patience_s)
+        if not (due or release or unlease or hang or replace):
             return None
-        order = Decide(expire=due.expire, stall=due.stall, abandon=due.abandon, release=release)
+        order = Decide(
+            expire=due.expire,
+            stall=due.stall,
+            abandon=due.abandon,
+            release=release,
+            unlease=unlease,
+            hang=hang,
+            replace=replace,
+        )
         return HicachePrefetchReqInput(order=encode_order(order))
 
     def quiesce(self, reason: Reason) -> None:
@@ -614,37 +800,32 @@ class Restorer:
         the change as it would for an ordinary request's read.
         """
         self._stop_all(Stop(State.CANCELLED, reason))
+        if reason is not Reason.STORAGE_REPLACED:
+            self.leases.end_all()
         for _ in range(_DRAIN_PASSES):
-            if self.quiet:
+            if self.quiet():
                 return
+            if not self.engine.may_drain:
+                break
             self.engine.drain()
             time.sleep(_DRAIN_PAUSE_S)
         logger.warning("toolgap: a storage call does not return")
 
     def _quiesce_for_release(self) -> None:
         self.quiesce(Reason.MEMORY_RELEASED)
-        if not self.quiet:
+        if not self.quiet():
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call of a restore has not returned, and memory cannot be released under it",
                 retry_after_s=5.0,
             )
 
-    def _calls_left(self) -> list[LeftCall]:
-        """Storage calls that have not returned though their operations ended."""
-        if self.left:
-            self.left = [call for call in self.left if self.calls.running(call.operation)]
-        return self.left
-
-    def _stalled_calls(self) -> int:
-        """How many of them are taken for hanging."""
-        now = self.clock()
-        return sum(now >= call.stalled_from_s for call in self._calls_left())
-
-    @property
     def quiet(self) -> bool:
-        """Whether SGLang can stop its storage threads: no operation is active, and no call is running."""
-        return not self.work and not self.calls
+        """Whether SGLang can stop its storage threads: no operation is active, and no call is running.
+
+        A collective on several ranks.
+        """
+        return not self.work and not any(self.engine.any_rank([bool(self.calls)]))
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
@@ -656,24 +837,62 @@ class Restorer:
                     self.engine.conclude(work.read)
             except Exception:
                 logger.exception("toolgap: could not end the read of %s", work.operation.operation_id)
+            with contextlib.suppress(Exception):
+                if work.hold is not None:
+                    self.engine.release(work.hold)
             if work.operation.ended_at is None:
                 self.log.end(work.operation, State.FAILED, Reason.INTERNAL_ERROR)
                 self._tell(work)
         self.work.clear()
         self.joins.clear()
         self.engine.own_tokens = 0
+        self.load = None
+
+    # ---- memory ----
+
+    def index_to_wait_for(self) -> int | None:
+        """SGLang's index of a promotion under way: what it loads counts as being on the device already."""
+        if self.load is not None and not self.engine.is_loading(self.load.match):
+            self.load = None
+        return None if self.load is None else self.load.counter
+
+    @contextlib.contextmanager
+    def guard(self, tokens: int) -> Iterator[None]:
+        """While host memory is allocated for an operation: evict nothing that a waiting request found there.
+
+        What a running request has is on the device as well, and SGLang evicts no host copy of that; what
+        operations have restored so far, and leases, are held anyhow.
+        """
+        holds: list[Hold] = self.engine.hold_waiting() if self.engine.needs_eviction(tokens) else []
+        self.guarding = True
+        try:
+            yield
+        finally:
+            self.guarding = False
+            for hold in holds:
+                self.engine.release(hold)
+
+    def checkpointed(self, prefix: Prefix, cached_tokens: int) -> None:
+        """A request's KV went into the cache: see whether it used what operations had restored."""
+        if self.usage:
+            self.usage.used_by(prefix, cached_tokens)
+        if self.leases:
+            self.leases.used_by(prefix)
 
     # ---- changes of the engine ----
 
     def was_reset(self) -> None:
         """The whole cache was dropped, and SGLang's bookkeeping with it."""
         self.engine.own_tokens = 0
+        self.load = None
         self.stale_cache = False
+        self.leases.forget_all()
         works = list(self.work.values())
         for work in works:
-            work.read = work.leader = work.leading_request = None
+            work.read = work.leader = work.leading_request = work.promotion = work.hold = None
         for work in works:
             self._end(work, State.CANCELLED, Reason.FLUSHED)
+        self.usage.forget_all()
 
     def namespace_changed(self) -> None:
         """Something that the namespace is made of changed."""
@@ -682,6 +901,7 @@ class Restorer:
     def weights_changed(self) -> None:
         """KV in the cache and in storage may be of other weights from now on."""
         self.weights_epoch += 1
+        self.leases.end_all()
         self.namespace_changed()
         self.stale_cache = self.stale_storage = True
 
@@ -722,8 +942,13 @@ class Restorer:
                 max_operations=self.settings.max_operations,
                 max_operation_tokens=self.max_operation_tokens,
                 waiting_joins=len(self.joins),
-                stalled_reads=self._stalled_calls(),
+                stalled_reads=self.stalls.given_up,
                 paused=engine.paused,
+                budget_tokens=self.budget_tokens,
+                budget_used_tokens=self.budget_used_tokens,
+                quarantined_tokens=self.stalls.quarantined_tokens,
+                leased_tokens=self.leases.tokens,
+                max_leased_tokens=self.max_leased_tokens,
             ),
         )
 

@@ -51,8 +51,8 @@ class Stalls:
         return sum(call.tokens for call in self._left.values())
 
     def leave(self, key: str, operation: Any, tokens: int, *, hangs: bool) -> None:
-        """An operation ended while its call may be running. On all ranks at the same step."""
-        self._left[key] = LeftCall(operation, tokens, self._clock(), hangs)
+        """An operation ended while its call, or one before it, may be running. On all ranks at the same step."""
+        self._left[key] = LeftCall(self._calls.in_the_way_of(operation), tokens, self._clock(), hangs)
         self.settle()
 
     def settle(self) -> int:
@@ -84,7 +84,11 @@ class Stalls:
         replaced = 0
         for key in keys:
             call = self._left.get(key)
-            if call is not None and not call.replaced and self._engine.replace_reader(call.operation):
+            if call is None or call.replaced or self._engine.has_several_ranks:
+                continue
+            thread = self._calls.retire(call.operation)
+            if thread is not None:
+                self._engine.replace_storage_thread(thread)
                 call.replaced = True
                 replaced += 1
         return replaced

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from toolgap.operations import Operation
+from toolgap.protocol import Reason
 from toolgap.sglang.internals import Hold, Match, Prefix, Read
 from toolgap.sglang.messages import HicachePrefetchReqInput
 
@@ -46,10 +47,11 @@ class Work:
         """Pieces and leaders in a row that brought nothing."""
         self.landed_tokens = 0
         """Resident part of the prefix when it was last looked at."""
-        self.end_tokens = operation.aligned_tokens
-        """Where its own reading ends: a leader brings the rest."""
         self.shared_tokens = 0
         """What its leader brings."""
+        self.reason = Reason.COMPLETE
+        self.known_end_tokens: int | None = None
+        """What it will end with, once promotion is over."""
         self.is_loading = False
         """Whether its promotion has been started."""
         self.hold: Hold | None = None
