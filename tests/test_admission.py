@@ -149,7 +149,8 @@ def test_a_retry_is_never_sooner_than_a_tenth_of_a_second_nor_later_than_ten(rec
 def test_a_span_longer_than_one_operation_may_read_names_the_limit() -> None:
     small = Budget(max_operations=2, operation_tokens=100, host_tokens=1000)
     error = refusal(small, wanted_tokens=101)
-    assert error is not None and error.code is Code.PREFIX_TOO_LARGE
+    assert error is not None
+    assert error.code is Code.PREFIX_TOO_LARGE
     assert "TOOLGAP_MAX_OPERATION_TOKENS" in error.message
     assert refusal(small, wanted_tokens=100) is None
 
@@ -169,7 +170,9 @@ def test_a_span_longer_than_one_operation_may_read_names_the_limit() -> None:
         (1024, 1, 64, 250, 256),
     ],
 )
-def test_a_span_is_cut_into_pieces(missing: int, limit: int, page: int, threshold: int, expected: int) -> None:
+def test_a_span_is_cut_into_pieces(
+    missing: int, limit: int, page: int, threshold: int, expected: int
+) -> None:
     assert piece_tokens(missing, limit, page, threshold) == expected
 
 

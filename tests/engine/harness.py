@@ -53,6 +53,7 @@ class Probe:
         self._change = threading.Condition()
         self._holding: set[str] = set()
         self._held: Counter[str] = Counter()
+        self._hung: set[tuple[str, str | int]] = set()
         self._answers: dict[tuple[str, int], str] = {}
         self._reads: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -78,7 +79,7 @@ class Probe:
                 self._reads[detail] += 1
             self._held[call] += 1
             self._change.notify_all()
-            while call in self._holding:
+            while call in self._holding or self._hung & {(call, number), (call, detail)}:
                 self._change.wait()
             self._held[call] -= 1
             self._change.notify_all()
@@ -88,6 +89,7 @@ class Probe:
         """Forget counts and spoilt calls; let everything go."""
         with self._change:
             self._holding.clear()
+            self._hung.clear()
             self._answers.clear()
             self._reads.clear()
             self._calls.clear()
@@ -109,6 +111,19 @@ class Probe:
             with self._change:
                 self._holding.discard(call)
                 self._change.notify_all()
+
+    def hang(self, call: str, *, number: int | None = None, page: str | None = None) -> None:
+        """Let one call hang, by its number since the last reset or by its page, until :meth:`let_go`."""
+        which = number if page is None else page
+        assert which is not None
+        with self._change:
+            self._hung.add((call, which))
+
+    def let_go(self) -> None:
+        """Let every call that hangs go on."""
+        with self._change:
+            self._hung.clear()
+            self._change.notify_all()
 
     def spoil(self, call: str, answer: str, number: int = -1) -> None:
         """Answer the call with that number since the last reset (-1: every one) with "miss" or "fail"."""
@@ -260,6 +275,11 @@ class Server:
         state: dict[str, Any] = reply["internal_states"][0]["toolgap_probe"]
         assert state["problem"] is None, state["problem"]
         return state
+
+    def load(self) -> dict[str, int]:
+        """SGLang's count of requests, of the only scheduler."""
+        load: dict[str, int] = self.http.get("/v1/loads").json()["loads"][0]
+        return load
 
     def is_busy(self) -> bool:
         """Whether the scheduler is in the middle of something: it does not answer now."""
