@@ -14,8 +14,24 @@ from toolgap.bench.validity import COUNTERS, LOADED_BACK, PREFETCHED, judge
 from toolgap.protocol import OperationStatus, Reason, State
 
 WHOLE = 4080
-TTFT_MS = {"A": 8000.0, "B": 400.0, "B-wait": 410.0, "C": 200.0, "L2": 190.0, "L1": 150.0, "W": 180.0}
-FOUND = {"A": (0, 0, 0), "C": (0, WHOLE, 0), "L2": (0, WHOLE, 0), "L1": (WHOLE, 0, 0), "W": (WHOLE, 0, 0)}
+TTFT_MS = {
+    "A": 8000.0,
+    "B": 400.0,
+    "B-wait": 410.0,
+    "C": 200.0,
+    "D": 155.0,
+    "L2": 190.0,
+    "L1": 150.0,
+    "W": 180.0,
+}
+FOUND = {
+    "A": (0, 0, 0),
+    "C": (0, WHOLE, 0),
+    "D": (WHOLE, 0, 0),
+    "L2": (0, WHOLE, 0),
+    "L1": (WHOLE, 0, 0),
+    "W": (WHOLE, 0, 0),
+}
 
 PLAN = Plan(
     recipe="matrix",
@@ -51,9 +67,12 @@ def manifest(**fields: Any) -> Manifest:
 def trial(arm: str = "C", gap_ms: float = 0.0, round_number: int = 0, **fields: Any) -> Trial:
     cell = Cell(prompt_tokens=4096, arm=arm, gap_ms=gap_ms)
     device, host, storage = FOUND.get(arm, (0, 0, WHOLE))
-    reads = arm in ("B", "B-wait", "C", "W")
+    reads = arm in ("B", "B-wait", "C", "D", "W")
     counters = dict.fromkeys(COUNTERS, 0.0)
-    counters |= {PREFETCHED: float(WHOLE if reads else 0), LOADED_BACK: float(host + storage)}
+    counters |= {
+        PREFETCHED: float(WHOLE if reads else 0),
+        LOADED_BACK: float(WHOLE if arm == "D" else host + storage),
+    }
     values: dict[str, Any] = {
         "trial_id": cell.trial_id(round_number),
         "round": round_number,
@@ -78,7 +97,7 @@ def trial(arm: str = "C", gap_ms: float = 0.0, round_number: int = 0, **fields: 
         "sentinel_tokens": 512,
         "sentinel_resident_tokens": 512,
         "times": {"request_received_ts": 2.001, "forward_entry_time": 2.01, "prefill_finished_time": 2.1},
-        "operation": operation() if arm == "C" else None,
+        "operation": operation() if arm in ("C", "D") else None,
         "warm_up": {"ended_before": True} if arm == "W" else None,
     }
     made = Trial(**values | fields)

@@ -10,6 +10,7 @@ class Arm(StrEnum):
     ON_REQUEST = "B"
     ON_REQUEST_WAIT = "B-wait"
     AHEAD = "C"
+    AHEAD_DEVICE = "D"
     HOST = "L2"
     DEVICE = "L1"
     WARM_UP = "W"
@@ -25,6 +26,7 @@ ARMS: dict[Arm, str] = {
     Arm.ON_REQUEST: "restore on request: only L3 holds it; SGLang's default policy, `timeout`",
     Arm.ON_REQUEST_WAIT: "restore on request, policy `wait_complete`",
     Arm.AHEAD: "restore ahead: submitted to Toolgap when the tool call leaves",
+    Arm.AHEAD_DEVICE: "restore ahead, promoted to the device (`target: device`)",
     Arm.HOST: "bound: resident in L2, by ordinary traffic",
     Arm.DEVICE: "bound: resident in L1, by ordinary traffic",
     Arm.WARM_UP: "warm-up: a `max_tokens=1` request for the prefix when the tool call leaves",

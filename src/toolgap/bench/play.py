@@ -7,6 +7,7 @@ from toolgap.bench.plan import OUTPUT_TOKENS, Cell
 from toolgap.bench.records import Trial
 from toolgap.bench.stage import RESTORE_DEADLINE_S, Background, Stage, fresh_salt
 from toolgap.bench.validity import COUNTERS, PREFETCHED, judge
+from toolgap.protocol import Target
 
 
 def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float | None = None) -> Trial:
@@ -31,8 +32,9 @@ def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float
 
     began_ts, called_s = time.time(), time.perf_counter()
     operation_id = submit_ms = warm_up = None
-    if arm is Arm.AHEAD:
-        operation_id = stage.toolgap.submit(input_ids=prompt.prefix_ids).operation_id
+    if arm in (Arm.AHEAD, Arm.AHEAD_DEVICE):
+        target = Target.DEVICE if arm is Arm.AHEAD_DEVICE else None
+        operation_id = stage.toolgap.submit(input_ids=prompt.prefix_ids, target=target).operation_id
         submit_ms = (time.perf_counter() - called_s) * 1e3
     elif arm is Arm.WARM_UP:
         warm_up = Background(lambda: stage.engine.generate(prompt.prefix_ids, max_new_tokens=1))
@@ -53,7 +55,7 @@ def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float
             "host_tokens": first.host_tokens,
             "storage_tokens": first.storage_tokens,
         }
-    reads = arm in (Arm.AHEAD, Arm.ON_REQUEST, Arm.ON_REQUEST_WAIT)
+    reads = arm in (Arm.AHEAD, Arm.AHEAD_DEVICE, Arm.ON_REQUEST, Arm.ON_REQUEST_WAIT)
     after = stage.settled_counters(COUNTERS, PREFETCHED, counters[PREFETCHED] + (whole if reads else 0))
     sentinel_tokens, sentinel_resident_tokens = stage.sentinel_tokens()
     trial = Trial(

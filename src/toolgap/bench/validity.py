@@ -9,12 +9,12 @@ from toolgap.protocol import State
 RULES: dict[str, str] = {
     "output": "the greedy output ids equal those of the first computation of the same prompt",
     "tiers": "the continuation found exactly what its arm says, where its arm says: nothing in A; the whole "
-    "prefix in storage in B and B-wait, in host memory in C and L2, on the device in L1",
-    "reads": "SGLang's counter of tokens read from storage grew by the prefix exactly once in B, B-wait and C, "
+    "prefix in storage in B and B-wait, in host memory in C and L2, on the device in L1 and, unless it joined, D",
+    "reads": "SGLang's counter of tokens read from storage grew by the prefix exactly once in B, B-wait, C and D, "
     "and not at all in A, L2 and L1 (in W it is reported, not required)",
     "evictions": "an unrelated prefix that was in L2 before is still wholly resident",
-    "restored": "in C the operation ended as restored, had found nothing resident, and read the prefix once",
-    "unmoved": "in C nothing was loaded to the device beyond what the continuation itself loaded",
+    "restored": "in C and D the operation ended as restored, had found nothing resident, and read the prefix once",
+    "unmoved": "in C and D nothing was loaded to the device beyond the prefix, once",
     "page_cache": "the page cache held the prefix's files as the run says: 99 % or more, or 1 % or less",
 }
 
@@ -49,18 +49,23 @@ def _broken(trial: Trial) -> Iterator[tuple[str, str]]:
         Arm.AHEAD: (0, whole, 0),
         Arm.HOST: (0, whole, 0),
         Arm.DEVICE: (whole, 0, 0),
+        Arm.AHEAD_DEVICE: (0, whole, 0) if trial.joined and not trial.device_tokens else (whole, 0, 0),
     }.get(arm)
     if expected is not None and found != expected:
         yield "tiers", f"device, host, storage gave {found} and not {expected}"
     read = trial.counters.get(PREFETCHED)
-    once = {Arm.ON_REQUEST: whole, Arm.ON_REQUEST_WAIT: whole, Arm.AHEAD: whole, Arm.WARM_UP: read}.get(
-        arm, 0
-    )
+    once = {
+        Arm.ON_REQUEST: whole,
+        Arm.ON_REQUEST_WAIT: whole,
+        Arm.AHEAD: whole,
+        Arm.AHEAD_DEVICE: whole,
+        Arm.WARM_UP: read,
+    }.get(arm, 0)
     if read is None or read != once:
         yield "reads", f"{read} tokens were read from storage and not {once}"
     if trial.sentinel_resident_tokens != trial.sentinel_tokens:
         yield "evictions", f"{trial.sentinel_resident_tokens} of {trial.sentinel_tokens} tokens are resident"
-    if arm is Arm.AHEAD:
+    if arm in (Arm.AHEAD, Arm.AHEAD_DEVICE):
         operation = trial.operation
         if operation is None:
             yield "restored", "nothing was submitted"

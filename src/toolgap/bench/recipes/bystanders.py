@@ -1,5 +1,6 @@
 """What restores do to everybody else: unrelated traffic with and without them, at equal load."""
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -38,6 +39,8 @@ class Traffic(NamedTuple):
     rate_per_s: float
     prompt_tokens: int
     output_tokens: int
+    operations: int
+    """Restores that run at once."""
 
     @classmethod
     def of(cls, plan: Plan) -> "Traffic":
@@ -48,11 +51,12 @@ class Traffic(NamedTuple):
             rate_per_s=float(options.get("rate_per_s", 1.0)),
             prompt_tokens=int(options.get("bystander_prompt_tokens", 256)),
             output_tokens=int(options.get("bystander_output_tokens", 32)),
+            operations=int(options.get("operations", 1)),
         )
 
 
 class Restores(msgspec.Struct, kw_only=True):
-    """What was restored during a window, one restore after the other. Counts are of tokens unless named."""
+    """What was restored during a window. Counts are of tokens unless named."""
 
     states: dict[str, int] = {}
     """Operations that read or tried to, by how they ended."""
@@ -182,7 +186,7 @@ class Bystanders(Recipe[Window]):
             f"Bystanders: {traffic.prompt_tokens:,} prompt tokens and {traffic.output_tokens} generated tokens "
             f"each, arriving as a Poisson process of {traffic.rate_per_s:g} a second in windows of "
             f"{traffic.window_s:g} s. Both windows of a round have the same arrivals and prompts. *With* keeps "
-            "one restore running all the time."
+            f"{'one restore' if traffic.operations == 1 else f'{traffic.operations} restores'} running all the time."
         ]
         for tokens in manifest.plan.prompt_tokens:
             valid = [t for t in trials if t.cell.prompt_tokens == tokens and not t.invalid]
@@ -314,7 +318,8 @@ def _restores(trials: Sequence[Window]) -> str:
 def _store(stage: Stage, tokens: int, say: Callable[[str], None]) -> list[Prompt]:
     """As many prompts as it takes for each to have left L2 when its turn comes again."""
     l2_tokens = stage.toolgap.overview().engine.host_total_tokens
-    count = int(stage.plan.options.get("restored_prompts", l2_tokens // tokens + 2))
+    least = l2_tokens // tokens + 1 + Traffic.of(stage.plan).operations
+    count = int(stage.plan.options.get("restored_prompts", least))
     prompts = []
     for number in range(count):
         say(f"storing prompt {number + 1} of {count} with {tokens:,} tokens")
@@ -337,42 +342,52 @@ def warm_up(stage: Stage, prompt: Prompt) -> None:
 
 
 class Restorer:
-    """Keeps one restore running, in a thread, until it is left; prefixes take turns.
+    """Keeps restores running, each in a thread, until it is left; prefixes take turns.
 
     Contract: when the context is left nothing of it is in flight, and what failed in it is raised.
     """
 
-    def __init__(self, toolgap: Toolgap, prefixes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, toolgap: Toolgap, prefixes: Sequence[Sequence[int]], operations: int = 1) -> None:
         self.restores = Restores()
         self._toolgap = toolgap
-        self._prefixes = prefixes
+        self._turns = itertools.cycle(prefixes)
         self._stop = threading.Event()
+        self._note = threading.Lock()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(operations)]
+        self._begin_s = 0.0
 
     def __enter__(self) -> "Restorer":
-        self._thread.start()
+        self._begin_s = time.perf_counter()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
+        self.restores.restoring_s = round(time.perf_counter() - self._begin_s, 6)
         if self._error is not None and error is None:
             raise self._error
 
     @property
     def running(self) -> bool:
         """Whether it has neither been left nor failed."""
-        return self._thread.is_alive()
+        return any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        begin_s, turn = time.perf_counter(), 0
+        prefix_ids = None
         try:
             while not self._stop.is_set():
-                turn += self._restore(self._prefixes[turn % len(self._prefixes)])
+                if prefix_ids is None:
+                    with self._note:
+                        prefix_ids = next(self._turns)
+                if self._restore(prefix_ids):
+                    prefix_ids = None
         except Exception as error:  # noqa: BLE001 - raised again by __exit__
             self._error = error
-        self.restores.restoring_s = round(time.perf_counter() - begin_s, 6)
+            self._stop.set()
 
     def _restore(self, prefix_ids: Sequence[int]) -> bool:
         """One submit to its end; whether it was taken."""
@@ -382,17 +397,20 @@ class Restorer:
         except ToolgapError as refusal:
             if refusal.error.retry_after_s is None:
                 raise
-            code = str(refusal.error.code)
-            restores.refused[code] = restores.refused.get(code, 0) + 1
+            with self._note:
+                code = str(refusal.error.code)
+                restores.refused[code] = restores.refused.get(code, 0) + 1
             self._stop.wait(refusal.error.retry_after_s)
             return False
         if operation.reason is Reason.ALREADY_RESIDENT:
-            restores.resident += 1
+            with self._note:
+                restores.resident += 1
             return True
         operation = self._toolgap.wait(operation.operation_id, RESTORE_DEADLINE_S)
-        restores.states[str(operation.state)] = restores.states.get(str(operation.state), 0) + 1
-        restores.elapsed_ms.append(round(operation.elapsed_s * 1e3, 3))
-        restores.read_tokens += operation.read_tokens
+        with self._note:
+            restores.states[str(operation.state)] = restores.states.get(str(operation.state), 0) + 1
+            restores.elapsed_ms.append(round(operation.elapsed_s * 1e3, 3))
+            restores.read_tokens += operation.read_tokens
         return True
 
 
@@ -412,7 +430,7 @@ def play(stage: Stage, cell: Cell, round_number: int, prompts: Sequence[Prompt])
     page_cache_share = stage.prepare_page_cache(path for prompt in prompts for path in prompt.pages)
     salt = fresh_salt()
     counters, began_ts = stage.counters(COUNTERS), time.time()
-    restorer = Restorer(stage.toolgap, [prompt.prefix_ids for prompt in prompts])
+    restorer = Restorer(stage.toolgap, [prompt.prefix_ids for prompt in prompts], traffic.operations)
 
     def send(input_ids: Sequence[int]) -> Generation:
         return stage.engine.generate(input_ids, max_new_tokens=traffic.output_tokens, cache_salt=salt)

@@ -98,11 +98,16 @@ class Matrix(Recipe[Trial]):
                 tables.ratio(_ttft_ms(trials, arm, gap_ms), c)
                 for arm in (Arm.ON_REQUEST, Arm.RECOMPUTE, Arm.WARM_UP)
             ]
+            if Arm.AHEAD_DEVICE in plan.arms:
+                promoted = Spread.of(t.ttft_ms for t in _valid(trials, Arm.AHEAD_DEVICE, gap_ms))
+                row.append(tables.ratio(promoted, _ttft_ms(trials, Arm.DEVICE, gap_ms)))
             joined = sum(trial.joined for trial in ahead)
             row.append(f"{len(ahead) - joined} ahead, {joined} joined")
             row.append(tables.spread(Spread.of(trial.late_ms for trial in ahead)))
             rows.append(row)
-        head = ["gap", "C / L2 bound", "B / C", "A / C", "W / C", "restores in C", "sent late by, ms"]
+        head = ["gap", "C / L2 bound", "B / C", "A / C", "W / C"]
+        head += ["D / L1 bound"] if Arm.AHEAD_DEVICE in plan.arms else []
+        head += ["restores in C", "sent late by, ms"]
         return (
             "Ratios of medians at the same gap; an arm that was not measured at a gap stands with its median "
             "over those at which it was. *Late* is by how much a submit's own reply delays the continuation.\n\n"
