@@ -35,6 +35,8 @@ from toolgap.protocol import (
 )
 from toolgap.settings import PREFIX, Settings, variable
 from toolgap.sglang import internals
+from toolgap.sglang.metrics import PREFIX as METRIC_PREFIX
+from toolgap.sglang.metrics import Metric
 
 ROOT = docs.ROOT
 DOCUMENTS = {
@@ -95,6 +97,21 @@ def test_the_http_reference_names_everything_of_the_protocol() -> None:
     structs = [*get_args(Command), OperationStatus, Overview, EngineStatus, Error]
     names = [*State, *Reason, *Code, *(name for struct in structs for name in struct.__struct_fields__)]
     assert [name for name in names if f"| `{name}` |" not in page and f" `{name}` |" not in page] == []
+
+
+def test_the_metrics_page_names_every_metric_and_alert() -> None:
+    page = DOCUMENTS["docs/metrics.md"]
+    assert re.findall(r"^\| `(sglang:\w+)` \| (?:counter|gauge|histogram)", page, re.MULTILINE) == [
+        metric.value.name for metric in Metric
+    ]
+    rules = (ROOT / "observability" / "alerts.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(Toolgap\w+)`", page, re.MULTILINE) == re.findall(r"alert: (\w+)", rules)
+
+
+@EVERY_DOCUMENT
+def test_every_metric_exists(name: str) -> None:
+    for found in set(re.findall(r"\bsglang:\w+", DOCUMENTS[name])):
+        assert found == METRIC_PREFIX or any(metric.value.name == found for metric in Metric), found
 
 
 def test_the_settings_page_names_every_variable() -> None:
@@ -198,7 +215,7 @@ def test_every_route_exists(name: str) -> None:
         for path in re.findall(r"(?:(?:GET|POST|PUT|DELETE) |:30000|^)(/[a-z_/-]+)", text)
     }
     if unknown := found - {PATH, "/hicache/"}:
-        server = sglang_source("srt/entrypoints/http_server.py")
+        server = sglang_source("srt/entrypoints/http_server.py", "srt/utils/common.py")
         assert [path for path in unknown if f'"{path}"' not in server] == []
 
 
