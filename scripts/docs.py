@@ -332,15 +332,21 @@ def errors_section() -> Iterator[str]:
     yield f"{prose(ErrorReply.__doc__)} It has one field, `error`:"
     yield reply_table(Error, sent_always=False)
     yield (
-        "Where `retry_after_s` is given, the reply also has the header `Retry-After`, in whole seconds. A missing or "
-        'wrong key is answered by SGLang itself: 401 or 403 with `{"error": "Unauthorized"}` or '
+        "`retry_after_s` is given wherever the same call is worth trying again, and only there; the reply then also "
+        "has the header `Retry-After`, in whole seconds. A submit with an `operation_id` may be repeated without harm, "
+        "also when its reply was lost. The Python client repeats it by itself: see "
+        "[retries](operating.md#retries).\n\n"
+        'A missing or wrong key is answered by SGLang itself: 401 or 403 with `{"error": "Unauthorized"}` or '
         '`{"error": "Forbidden"}`.'
     )
     yield reply_of(ErrorReply(error=REFUSED))
-    ordered = sorted(CODES.items(), key=lambda item: item[1][0])
+    ordered = sorted(CODES.items(), key=lambda item: item[1].status)
     yield table(
-        ["HTTP", "code", "meaning"],
-        [[f"{status.value} {status.phrase}", code(name), text] for name, (status, text) in ordered],
+        ["HTTP", "code", "retry", "meaning"],
+        [
+            [f"{status.value} {status.phrase}", code(name), retry, text]
+            for name, (status, text, retry) in ordered
+        ],
     )
 
 

@@ -157,7 +157,7 @@ def test_the_client_in_an_example_has_what_is_used(name: str) -> None:
                 case ast.Attribute(value=ast.Name("operation" | "outcome"), attr=attribute):
                     assert attribute in OperationStatus.__struct_fields__
                 case ast.Call(func=ast.Attribute(attr="submit"), keywords=keywords):
-                    assert {keyword.arg for keyword in keywords} <= set(Submit.__struct_fields__)
+                    assert {keyword.arg for keyword in keywords} <= {*Submit.__struct_fields__, "retry_for_s"}
                 case ast.ImportFrom(module=module, names=names):
                     source = sources("src")
                     assert module == "toolgap.client"
@@ -230,7 +230,7 @@ def test_every_file_exists(name: str) -> None:
 def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
     """A reason, code or field that is renamed must not live on in a document."""
     structs = [*get_args(Command), OperationStatus, Overview, EngineStatus, Error]
-    known = {*State, *Reason, *Code, *UNSUPPORTED_FIELDS, "api_key"}
+    known = {*State, *Reason, *Code, *UNSUPPORTED_FIELDS, "api_key", "retry_for_s"}
     known |= {field for struct in structs for field in struct.__struct_fields__}
     sglangs = {"write_through", "buffer_only", "best_effort", "wait_complete", "prefetch_threshold"}
     spans = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", DOCUMENTS[name])
