@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes the pages of docs/ that are made from the source, or with --check compares them with it.
 
-They are docs/http.md, from toolgap.protocol, and docs/settings.md, from toolgap.settings.
+They are docs/http.md, from toolgap.protocol, docs/settings.md, from toolgap.settings, and docs/metrics.md,
+from toolgap.sglang.metrics.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from toolgap.protocol import (
     Submit,
 )
 from toolgap.settings import Settings, variable
+from toolgap.sglang.metrics import PREFIX, Kind, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 URL = f"http://127.0.0.1:30000{PATH}"
@@ -330,15 +332,21 @@ def errors_section() -> Iterator[str]:
     yield f"{prose(ErrorReply.__doc__)} It has one field, `error`:"
     yield reply_table(Error, sent_always=False)
     yield (
-        "Where `retry_after_s` is given, the reply also has the header `Retry-After`, in whole seconds. A missing or "
-        'wrong key is answered by SGLang itself: 401 or 403 with `{"error": "Unauthorized"}` or '
+        "`retry_after_s` is given wherever the same call is worth trying again, and only there; the reply then also "
+        "has the header `Retry-After`, in whole seconds. A submit with an `operation_id` may be repeated without harm, "
+        "also when its reply was lost. The Python client repeats it by itself: see "
+        "[retries](operating.md#retries).\n\n"
+        'A missing or wrong key is answered by SGLang itself: 401 or 403 with `{"error": "Unauthorized"}` or '
         '`{"error": "Forbidden"}`.'
     )
     yield reply_of(ErrorReply(error=REFUSED))
-    ordered = sorted(CODES.items(), key=lambda item: item[1][0])
+    ordered = sorted(CODES.items(), key=lambda item: item[1].status)
     yield table(
-        ["HTTP", "code", "meaning"],
-        [[f"{status.value} {status.phrase}", code(name), text] for name, (status, text) in ordered],
+        ["HTTP", "code", "retry", "meaning"],
+        [
+            [f"{status.value} {status.phrase}", code(name), retry, text]
+            for name, (status, text, retry) in ordered
+        ],
     )
 
 
@@ -384,9 +392,136 @@ def bounds(kind: type, limits: Any) -> str:
     return f"{KINDS[kind]}, {least}" if math.isinf(high) else f"{KINDS[kind]}, {least}, at most {high:g}"
 
 
+# ---- docs/metrics.md ----
+
+
+def metrics_page() -> str:
+    return "\n\n".join(
+        [
+            generated_from("src/toolgap/sglang/metrics.py"),
+            "# Metrics",
+            "A server started with `--enable-metrics` shows restores on SGLang's own endpoint, `GET /metrics`, beside "
+            f"SGLang's metrics and in their naming: every name begins with `{PREFIX}`.",
+            *metrics_section(),
+            *watching_section(),
+            *alerts_section(),
+        ]
+    )
+
+
+def metrics_section() -> Iterator[str]:
+    yield "## What is exported"
+    yield table(
+        ["metric", "kind", "labels of its own", "meaning"],
+        [
+            [code(name), kind, ", ".join(map(code, labels)), text]
+            for name, kind, text, labels, _ in (metric.value for metric in Metric)
+        ],
+    )
+    yield (
+        "`state` and `reason` are those of [outcomes](http.md#states), `code` that of [errors](http.md#errors). Beside "
+        "them every metric has the labels of SGLang's scheduler metrics, such as the model's name and the replica's "
+        "rank, and those of `--extra-metric-labels`. One process counts for each replica (its first tensor-parallel "
+        "and pipeline rank), so a sum over all series counts nothing twice, also with "
+        "`--enable-metrics-for-all-schedulers`. The storage backend is no label: it can be replaced at run time, and "
+        "[status](http.md#status) names it."
+    )
+    yield (
+        "Refusals are those of the scheduler. A call that does not get there, such as a malformed body, is in none of "
+        "these; SGLang's metrics of HTTP requests have it. Tokens of an operation are counted when it ends, and used "
+        "and wasted ones later, so compare rates over minutes. SGLang's own prefetch metrics count the reads of "
+        "operations as well."
+    )
+    buckets = {
+        metric.value.name: metric.value.buckets for metric in Metric if metric.value.kind is Kind.HISTOGRAM
+    }
+    yield "Histograms have these upper bounds, and infinity:"
+    yield table(
+        ["histogram", "bounds"],
+        [[code(name), ", ".join(f"{bound:g}" for bound in bounds)] for name, bounds in buckets.items()],
+    )
+
+
+def watching_section() -> Iterator[str]:
+    yield "## What to watch"
+    yield (
+        "[`observability/grafana-dashboard.json`](../observability/grafana-dashboard.json) is a dashboard for Grafana: "
+        "import it, and choose the Prometheus data source. The questions that it answers, most telling first:"
+    )
+    yield table(
+        ["question", "look at", "if not"],
+        [
+            [
+                "Is what is restored used?",
+                f"{code(Metric.USED_TOKENS.value.name)} over {code(Metric.INSERTED_TOKENS.value.name)}: near 1",
+                "Submitted prefixes differ from the continuations', or these come too late, after eviction, or never.",
+            ],
+            [
+                "Do restores end in time?",
+                f"{code(Metric.DURATION.value.name)} against the gap; {code(Metric.JOINED.value.name)} counts requests "
+                "that came before the end",
+                "Submit earlier. Joins are no fault: the request waits for the rest of a read and not for all of it.",
+            ],
+            [
+                "Is storage fast enough?",
+                f"{code(Metric.BANDWIDTH.value.name)}, for one rank",
+                "See to the storage, or use larger pages ([`--page-size`](operating.md#flags-of-sglang-that-matter)).",
+            ],
+            [
+                "Is there anything to restore?",
+                f"{code(Metric.FOUND_TOKENS.value.name)} against what was requested and not resident",
+                "KV is not stored yet, not any more, or under another [namespace](operating.md#namespaces).",
+            ],
+            [
+                "Do they fit?",
+                f"{code(Metric.REFUSED.value.name)} by code; {code(Metric.READING_TOKENS.value.name)} against "
+                f"{code(Metric.BUDGET_TOKENS.value.name)}",
+                "See [limits and budgets](operating.md#limits-and-budgets).",
+            ],
+            [
+                "Does storage answer?",
+                f"{code(Metric.STALLED_CALLS.value.name)}: 0",
+                "A storage call hangs; submits are refused until it returns.",
+            ],
+        ],
+    )
+    yield (
+        f"{code(Metric.SAVED_SECONDS.value.name)} is an estimate: for each request that used restored pages, the time "
+        "that it would have waited for their read."
+    )
+
+
+def alerts_section() -> Iterator[str]:
+    yield "## Alerts"
+    yield (
+        "[`observability/alerts.yaml`](../observability/alerts.yaml) is a rule file for Prometheus. Its thresholds are "
+        "a start; fit them to your traffic."
+    )
+    yield table(
+        ["alert", "fires when", "what to do"],
+        [
+            [
+                "`ToolgapStorageStalled`",
+                "a storage call that was given up has not returned for a minute",
+                "See to the storage backend. Ordinary requests may wait behind the same storage thread.",
+            ],
+            [
+                "`ToolgapRestoresUnused`",
+                "for half an hour, more than 1,000 tokens a second were restored and less than a fifth of them used",
+                "Compare what is submitted with what is asked later; submit nothing for turns that do not come.",
+            ],
+            [
+                "`ToolgapSubmitsRefused`",
+                "for ten minutes, more submits were refused than accepted, more than one in ten seconds",
+                "Its codes say why: a limit to raise, storage to mend, or a caller that should wait as it is told.",
+            ],
+        ],
+    )
+
+
 # ---- files ----
 
-PAGES = {"docs/http.md": http_page, "docs/settings.md": settings_page}
+PAGES = {"docs/http.md": http_page, "docs/settings.md": settings_page, "docs/metrics.md": metrics_page}
 
 
 def stale(root: Path) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from toolgap import cli, doctor, serve, terminal
+from toolgap import cli, client, doctor, serve, terminal
 from toolgap.cli import app
 from toolgap.client import Toolgap
 from toolgap.demo import main as demo
@@ -156,6 +157,19 @@ def test_submit_sends_what_was_asked(server: Server) -> None:
     ]
     assert "op-1" in result.stdout
     assert "1000 tokens, 992 in whole pages" in result.stdout
+
+
+def test_submit_tries_again_for_as_long_as_it_may(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+    error = ErrorReply(error=Error(code=Code.PAUSED, message="paused", retry_after_s=2.0))
+    server.reply = lambda _: reply(error, 503) if len(pauses) < 2 else reply(operation())
+    assert run("submit", "--text", "a", "--retry", "60").exit_code == Exit.OK
+    assert len(pauses) == 2
+    server.reply = lambda _: reply(error, 503)
+    assert run("submit", "--text", "a").exit_code == Exit.REFUSED
+    assert len(pauses) == 2
+    assert run("submit", "--text", "a", "--retry", "-1").exit_code == Exit.USAGE
 
 
 def test_submit_reads_files_and_stdin(server: Server, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,3 +281,163 @@ def test_the_async_client_waits_alike() -> None:
 
     assert asyncio.run(run()).state is State.MISS
     assert polls == [25.0, 25.0]
+
+
+# ---- retries ----
+
+
+class Busy:
+    """Answers with what it is given, one after another; its clock runs only while the client sleeps."""
+
+    def __init__(self, *answers: httpx.Response | type[httpx.TransportError]) -> None:
+        self.answers = list(answers)
+        self.now_s = 0.0
+        self.bodies: list[dict[str, Any]] = []
+        self.timeouts: list[float] = []
+        self.pauses: list[float] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        self.bodies.append({name: value for name, value in body.items() if value is not None})
+        self.timeouts.append(request.extensions["timeout"]["read"])
+        answer = self.answers.pop(0)
+        if isinstance(answer, httpx.Response):
+            return httpx.Response(answer.status_code, content=answer.content)
+        raise answer("down", request=request)
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+    async def sleep_async(self, seconds: float) -> None:
+        self.sleep(seconds)
+
+
+Submitter = Callable[..., OperationStatus]
+
+
+@pytest.fixture(params=["sync", "async"])
+def submit_to(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Submitter]:
+    """Makes a client's ``submit`` for a busy server, with jitter at its longest."""
+
+    def make(server: Busy, **options: Any) -> Submitter:
+        monkeypatch.setattr(
+            client, "time", SimpleNamespace(monotonic=lambda: server.now_s, sleep=server.sleep)
+        )
+        monkeypatch.setattr(client, "asyncio", SimpleNamespace(sleep=server.sleep_async))
+        monkeypatch.setattr(client, "random", SimpleNamespace(random=lambda: 1.0))
+
+        def submit(**fields: Any) -> OperationStatus:
+            with sync(server, **options) as toolgap:
+                return toolgap.submit(**fields)
+
+        async def submit_async(**fields: Any) -> OperationStatus:
+            transport = httpx.MockTransport(server)
+            async with AsyncToolgap("http://server:1", transport=transport, **options) as toolgap:
+                return await toolgap.submit(**fields)
+
+        if request.param == "sync":
+            return submit
+        return lambda **fields: asyncio.run(submit_async(**fields))
+
+    return make
+
+
+def full(retry_after_s: float = 1.0) -> httpx.Response:
+    return refusal(Code.HOST_BUDGET, 429, retry_after_s=retry_after_s)
+
+
+def test_a_refusal_that_passes_is_tried_again(submit_to: Callable[..., Submitter]) -> None:
+    server = Busy(full(0.5), full(0.5), refusal(Code.PAUSED, 503, retry_after_s=2.0), answer(operation()))
+    assert submit_to(server)(input_ids=[1], retry_for_s=60.0) == operation()
+    assert server.pauses == [1.0, 1.5, 4.0]
+
+
+def test_every_attempt_names_the_same_operation(submit_to: Callable[..., Submitter]) -> None:
+    server = Busy(httpx.ReadError, full(), answer(operation()))
+    submit_to(server)(input_ids=[1], retry_for_s=60.0)
+    first, *others = server.bodies
+    assert first["operation_id"]
+    assert others == [first, first]
+    server = Busy(full(), answer(operation()))
+    submit_to(server)(input_ids=[1], retry_for_s=60.0, operation_id="mine")
+    assert [body["operation_id"] for body in server.bodies] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"retry_for_s": 0.0}, {"retry_for_s": 0.0, "expected_gap_s": 9.0}])
+def test_without_a_limit_nothing_is_tried_again(
+    submit_to: Callable[..., Submitter], fields: dict[str, Any]
+) -> None:
+    server = Busy(full())
+    with pytest.raises(ToolgapError):
+        submit_to(server)(input_ids=[1], **fields)
+    assert not server.pauses
+    assert "operation_id" not in server.bodies[0]
+
+
+def test_it_gives_up_before_the_continuation_is_due(submit_to: Callable[..., Submitter]) -> None:
+    server = Busy(full(3.0), full(3.0), full(3.0))
+    with pytest.raises(ToolgapError) as refused:
+        submit_to(server)(input_ids=[1], expected_gap_s=10.0)
+    assert refused.value.error.code is Code.HOST_BUDGET
+    assert server.pauses == [6.0, 4.0]
+    server = Busy(full(3.0))
+    with pytest.raises(ToolgapError):
+        submit_to(server)(input_ids=[1], expected_gap_s=3.0)
+    assert not server.pauses
+
+
+def test_the_server_is_told_what_is_left_of_the_gap(submit_to: Callable[..., Submitter]) -> None:
+    server = Busy(full(), full(), answer(operation()))
+    submit_to(server)(input_ids=[1], expected_gap_s=20.0)
+    assert [body["expected_gap_s"] for body in server.bodies] == [20.0, 18.0, 15.0]
+    server = Busy(full(), full(), answer(operation()))
+    submit_to(server)(input_ids=[1], expected_gap_s=2.5, retry_for_s=60.0)
+    assert [body["expected_gap_s"] for body in server.bodies] == [2.5, 0.5, 0.001]
+
+
+def test_a_repeated_attempt_does_not_wait_long_beyond_the_limit(submit_to: Callable[..., Submitter]) -> None:
+    server = Busy(full(), full(), full(2.0), answer(operation()))
+    submit_to(server, timeout_s=8.0)(input_ids=[1], retry_for_s=10.0)
+    assert server.pauses == [2.0, 3.0, 5.0]
+    assert server.timeouts == [8.0, 8.0, 5.0, 1.0]
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError, httpx.ReadTimeout, httpx.RemoteProtocolError])
+def test_a_failed_connection_is_tried_again(
+    submit_to: Callable[..., Submitter], error: type[httpx.TransportError]
+) -> None:
+    server = Busy(error, error, answer(operation()))
+    assert submit_to(server)(input_ids=[1], retry_for_s=1.0) == operation()
+    assert server.pauses == pytest.approx([0.2, 0.3])
+    server = Busy(*[error] * 20)
+    with pytest.raises(ToolgapUnreachable, match="down"):
+        submit_to(server)(input_ids=[1], retry_for_s=1.0)
+    assert sum(server.pauses) <= 1.0
+    assert all(earlier < later for earlier, later in pairwise(server.pauses[:-1]))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        refusal(Code.NAMESPACE_MISMATCH, 409),
+        refusal(Code.STORAGE_REPLACED, 409),
+        refusal(Code.PREFIX_TOO_LARGE, 429),
+        httpx.Response(401, json={"error": "Unauthorized"}),
+        httpx.Response(404, json={"detail": "Not Found"}),
+        httpx.UnsupportedProtocol,
+    ],
+)
+def test_what_does_not_pass_is_not_tried_again(submit_to: Callable[..., Submitter], response: Any) -> None:
+    server = Busy(response)
+    with pytest.raises((ToolgapError, ToolgapUnreachable)):
+        submit_to(server)(input_ids=[1], retry_for_s=60.0)
+    assert not server.pauses
+
+
+@pytest.mark.parametrize("limit_s", [-1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_none(submit_to: Callable[..., Submitter], limit_s: float) -> None:
+    server = Busy()
+    with pytest.raises(ValueError, match="retry_for_s"):
+        submit_to(server)(input_ids=[1], retry_for_s=limit_s)
+    assert not server.bodies

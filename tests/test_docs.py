@@ -35,6 +35,8 @@ from toolgap.protocol import (
 )
 from toolgap.settings import PREFIX, Settings, variable
 from toolgap.sglang import internals
+from toolgap.sglang.metrics import PREFIX as METRIC_PREFIX
+from toolgap.sglang.metrics import Metric
 
 ROOT = docs.ROOT
 DOCUMENTS = {
@@ -97,6 +99,21 @@ def test_the_http_reference_names_everything_of_the_protocol() -> None:
     assert [name for name in names if f"| `{name}` |" not in page and f" `{name}` |" not in page] == []
 
 
+def test_the_metrics_page_names_every_metric_and_alert() -> None:
+    page = DOCUMENTS["docs/metrics.md"]
+    assert re.findall(r"^\| `(sglang:\w+)` \| (?:counter|gauge|histogram)", page, re.MULTILINE) == [
+        metric.value.name for metric in Metric
+    ]
+    rules = (ROOT / "observability" / "alerts.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(Toolgap\w+)`", page, re.MULTILINE) == re.findall(r"alert: (\w+)", rules)
+
+
+@EVERY_DOCUMENT
+def test_every_metric_exists(name: str) -> None:
+    for found in set(re.findall(r"\bsglang:\w+", DOCUMENTS[name])):
+        assert found == METRIC_PREFIX or any(metric.value.name == found for metric in Metric), found
+
+
 def test_the_settings_page_names_every_variable() -> None:
     page = DOCUMENTS["docs/settings.md"]
     assert re.findall(r"^\| `(TOOLGAP_\w+)`", page, re.MULTILINE) == [
@@ -140,7 +157,7 @@ def test_the_client_in_an_example_has_what_is_used(name: str) -> None:
                 case ast.Attribute(value=ast.Name("operation" | "outcome"), attr=attribute):
                     assert attribute in OperationStatus.__struct_fields__
                 case ast.Call(func=ast.Attribute(attr="submit"), keywords=keywords):
-                    assert {keyword.arg for keyword in keywords} <= set(Submit.__struct_fields__)
+                    assert {keyword.arg for keyword in keywords} <= {*Submit.__struct_fields__, "retry_for_s"}
                 case ast.ImportFrom(module=module, names=names):
                     source = sources("src")
                     assert module == "toolgap.client"
@@ -198,7 +215,7 @@ def test_every_route_exists(name: str) -> None:
         for path in re.findall(r"(?:(?:GET|POST|PUT|DELETE) |:30000|^)(/[a-z_/-]+)", text)
     }
     if unknown := found - {PATH, "/hicache/"}:
-        server = sglang_source("srt/entrypoints/http_server.py")
+        server = sglang_source("srt/entrypoints/http_server.py", "srt/utils/common.py")
         assert [path for path in unknown if f'"{path}"' not in server] == []
 
 
@@ -213,7 +230,7 @@ def test_every_file_exists(name: str) -> None:
 def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
     """A reason, code or field that is renamed must not live on in a document."""
     structs = [*get_args(Command), OperationStatus, Overview, EngineStatus, Error]
-    known = {*State, *Reason, *Code, *UNSUPPORTED_FIELDS, "api_key"}
+    known = {*State, *Reason, *Code, *UNSUPPORTED_FIELDS, "api_key", "retry_for_s"}
     known |= {field for struct in structs for field in struct.__struct_fields__}
     sglangs = {"write_through", "buffer_only", "best_effort", "wait_complete", "prefetch_threshold"}
     spans = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", DOCUMENTS[name])

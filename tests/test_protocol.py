@@ -1,7 +1,9 @@
 """What a request body may say: every refusal has a code, an HTTP status and the field that is wrong."""
 
+import ast
 import json
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -9,11 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from toolgap import protocol
 from toolgap.protocol import (
     CODES,
     MAX_TTL_S,
     MAX_WAIT_S,
     REASONS,
+    RETRY_AFTER_S,
     STATES,
     UNSUPPORTED_FIELDS,
     Cancel,
@@ -26,6 +30,7 @@ from toolgap.protocol import (
     Overview,
     Reason,
     Refused,
+    Retry,
     State,
     Status,
     Submit,
@@ -277,7 +282,7 @@ def decode_or_refuse(content: bytes) -> Command | Refused:
     except Refused as caught:
         refused = caught
     assert refused.error.code in (Code.MALFORMED_JSON, Code.INVALID_FIELD, Code.NOT_SUPPORTED)
-    assert refused.status == CODES[refused.error.code][0]
+    assert refused.status == CODES[refused.error.code].status
     assert refused.status in (400, 501)
     assert refused.error.message
     reply = msgspec.json.encode(ErrorReply(error=refused.error))
@@ -367,7 +372,7 @@ def test_states_reasons_and_codes_are_documented() -> None:
     assert STATES.keys() == set(State)
     assert REASONS.keys() == set(Reason)
     assert CODES.keys() == set(Code)
-    texts = [*STATES.values(), *REASONS.values(), *(text for _, text in CODES.values())]
+    texts = [*STATES.values(), *REASONS.values(), *(refusal.meaning for refusal in CODES.values())]
     assert all(text.endswith(".") and text == text.strip() for text in texts)
     assert len(set(STATES.values())) == len(STATES)
     assert len(set(REASONS.values())) == len(REASONS)
@@ -408,22 +413,75 @@ def test_terminal_states() -> None:
     ],
 )
 def test_each_code_has_one_http_status(status: int, codes: set[Code]) -> None:
-    assert {code for code, (found, _) in CODES.items() if found == status} == codes
+    assert {code for code, refusal in CODES.items() if refusal.status == status} == codes
     assert all(Refused(code, "why").status == status for code in codes)
 
 
 def test_every_code_has_an_error_status() -> None:
-    assert all(isinstance(status, HTTPStatus) and 400 <= status < 600 for status, _ in CODES.values())
+    statuses = [refusal.status for refusal in CODES.values()]
+    assert all(isinstance(status, HTTPStatus) and 400 <= status < 600 for status in statuses)
+
+
+@pytest.mark.parametrize("code", Code)
+def test_a_refusal_says_whether_to_try_again(code: Code) -> None:
+    told = Refused(code, "why", retry_after_s=2.5) if CODES[code].retry is not Retry.NO else None
+    match CODES[code].retry:
+        case Retry.YES:
+            assert Refused(code, "why").error.retry_after_s == RETRY_AFTER_S
+        case Retry.IF_TOLD:
+            assert Refused(code, "why").error.retry_after_s is None
+        case Retry.NO:
+            assert Refused(code, "why").error.retry_after_s is None
+            with pytest.raises(AssertionError, match=code):
+                Refused(code, "why", retry_after_s=2.5)
+    assert told is None or told.error.retry_after_s == 2.5
+
+
+def test_no_refusal_of_the_source_breaks_its_codes_promise() -> None:
+    """Also those that no test provokes: the assertion would turn them into a fault."""
+    found = set()
+    for path in Path(protocol.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(
+                    func=ast.Name("Refused"),
+                    args=[ast.Attribute(ast.Name("Code"), name), *_],
+                    keywords=keywords,
+                ):
+                    found.add(Code[name])
+                    told = any(keyword.arg == "retry_after_s" for keyword in keywords)
+                    assert not (told and CODES[Code[name]].retry is Retry.NO), (path.name, node.lineno)
+                case ast.Call(func=ast.Name("Refused")):
+                    raise AssertionError(f"{path.name}:{node.lineno} hides its code")
+    assert found >= set(Code) - {Code.LEASE_BUDGET}
+
+
+def test_what_passes_by_itself_is_worth_trying_again() -> None:
+    """A full limit, a pause and a busy engine pass; what the caller sent, or the set-up, does not."""
+    by_retry = {retry: {code for code in Code if CODES[code].retry is retry} for retry in Retry}
+    assert by_retry[Retry.YES] == {
+        Code.ANCHOR_NOT_BACKED_UP,
+        Code.TOO_MANY_OPERATIONS,
+        Code.HOST_BUDGET,
+        Code.LEASE_BUDGET,
+        Code.RATE_LIMITED,
+        Code.PAUSED,
+        Code.FLUSH_PENDING,
+        Code.STORAGE_STALLED,
+        Code.ENGINE_BUSY,
+    }
+    assert by_retry[Retry.IF_TOLD] == {Code.STORAGE_REPLACED}
+    assert all(CODES[code].status != 429 or code is Code.PREFIX_TOO_LARGE for code in by_retry[Retry.NO])
 
 
 def test_an_error_leaves_out_what_it_does_not_know() -> None:
-    refused = Refused(Code.HOST_BUDGET, "full")
+    refused = Refused(Code.PREFIX_TOO_LARGE, "full")
     assert str(refused) == "full"
     assert msgspec.json.encode(ErrorReply(error=refused.error)) == (
-        b'{"error":{"code":"host_budget","message":"full"}}'
+        b'{"error":{"code":"prefix_too_large","message":"full"}}'
     )
-    whole = Refused(Code.INVALID_FIELD, "why", field="ttl_s", retry_after_s=1.5).error
-    assert whole == Error(code=Code.INVALID_FIELD, message="why", field="ttl_s", retry_after_s=1.5)
+    whole = Refused(Code.STORAGE_REPLACED, "why", field="ttl_s", retry_after_s=1.5).error
+    assert whole == Error(code=Code.STORAGE_REPLACED, message="why", field="ttl_s", retry_after_s=1.5)
 
 
 def operation(**fields: Any) -> OperationStatus:

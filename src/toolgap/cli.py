@@ -94,6 +94,15 @@ def submit(
     namespace: Annotated[
         str | None, typer.Option(help="Refuse unless the server's is this one.", show_default=False)
     ] = None,
+    retry_for_s: Annotated[
+        float,
+        typer.Option(
+            "--retry",
+            metavar="SECONDS",
+            min=0,
+            help="Try again for so long where the server says when, or cannot be reached.",
+        ),
+    ] = 0.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: Json = False,
@@ -113,7 +122,7 @@ def submit(
     else:
         submitted["text"] = text if text_file is None else _read_text(text_file)
     with _client(url, api_key) as toolgap:
-        _print_operation(toolgap.submit(**submitted), as_json=as_json)
+        _print_operation(toolgap.submit(retry_for_s=retry_for_s, **submitted), as_json=as_json)
 
 
 @app.command()

@@ -8,10 +8,13 @@ Both clients have the same methods. What a call sends and how its reply is read 
         outcome = toolgap.wait(operation.operation_id)
 """
 
+import asyncio
 import contextlib
 import math
 import operator
+import random
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
@@ -33,6 +36,7 @@ from toolgap.protocol import (
     Submit,
     Target,
 )
+from toolgap.retries import SHORTEST_PAUSE_S, Retries
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -131,13 +135,62 @@ def _foreign(response: httpx.Response) -> str:
             return f"{url} answered {status}, and not as Toolgap does: {response.text[:200]!r}"
 
 
-def _submit(fields: SubmitFields) -> Call[OperationStatus]:
+def _submit(fields: SubmitFields) -> Submit:
     values: dict[str, Any] = dict(fields)
     if values.get("input_ids") is not None:
         values["input_ids"] = [operator.index(token) for token in values["input_ids"]]
     for field in ("ttl_s", "expected_gap_s", "lease_s"):
         _check_finite(field, values.get(field))
-    return Call(Submit(**values), OperationStatus)
+    return Submit(**values)
+
+
+PASSING = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError)
+"""Failures of the connection after which a server may well answer."""
+
+
+class Submission:
+    """A submit and its retries.
+
+    Attributes:
+        call: What to send next.
+        timeout_s: How long its reply may take.
+    """
+
+    def __init__(self, fields: SubmitFields, retry_for_s: float | None, timeout_s: float) -> None:
+        submit = _submit(fields)
+        self._gap_s = submit.expected_gap_s
+        limit_s = max(self._gap_s or 0.0, 0.0) if retry_for_s is None else retry_for_s
+        if not (math.isfinite(limit_s) and limit_s >= 0):
+            raise ValueError(f"retry_for_s must be a finite number of seconds, 0 or more, not {limit_s}")
+        if limit_s > 0 and submit.operation_id is None:
+            # An attempt whose reply was lost may have been accepted: the next one must name the same operation.
+            submit.operation_id = uuid.uuid4().hex
+        self.call = Call(submit, OperationStatus)
+        self.timeout_s = timeout_s
+        self._retries = Retries(limit_s, time.monotonic, random.random)
+
+    def pause_s(self, error: ToolgapError | ToolgapUnreachable) -> float | None:
+        """How long to wait after a failed attempt; None if it was the last one."""
+        match error:
+            case ToolgapError():
+                after_s = error.error.retry_after_s
+            case ToolgapUnreachable():
+                after_s = SHORTEST_PAUSE_S if isinstance(error.__cause__, PASSING) else None
+        pause_s = None if after_s is None else self._retries.pause_s(after_s)
+        if pause_s is not None:
+            self.timeout_s = min(self.timeout_s, max(self._retries.left_s - pause_s, _SHORTEST_TIMEOUT_S))
+            if self._gap_s is not None:
+                gap_s = max(self._gap_s - self._retries.elapsed_s - pause_s, _SHORTEST_GAP_S)
+                submit = msgspec.structs.replace(self.call.command, expected_gap_s=gap_s)
+                self.call = Call(submit, OperationStatus)
+        return pause_s
+
+
+_SHORTEST_TIMEOUT_S = 1.0
+"""For a reply that comes just after the limit of the retries."""
+
+_SHORTEST_GAP_S = 0.001
+"""What is left of a gap that is over: a gap is more than 0."""
 
 
 def _status(operation_id: str, wait_s: float | None) -> Call[OperationStatus]:
@@ -233,12 +286,32 @@ class Toolgap:
         self._timeout_s = timeout_s
         self._http = httpx.Client(**connection(url, api_key), transport=transport)
 
-    def submit(self, **fields: Unpack[SubmitFields]) -> OperationStatus:
-        """Start restoring a prefix; answers at once. See :class:`SubmitFields` for the arguments.
+    def submit(self, *, retry_for_s: float | None = None, **fields: Unpack[SubmitFields]) -> OperationStatus:
+        """Start restoring a prefix; answers at once. See :class:`SubmitFields` for the other arguments.
 
-        Exactly one of ``input_ids`` and ``text`` is given.
+        Exactly one of ``input_ids`` and ``text`` is given. A refusal that says when to try again, and a
+        connection that fails, are tried again until ``retry_for_s`` is over: no attempt begins later, and a
+        repeated one waits for its reply a second longer at most. The last failure is raised as it is.
+
+        Args:
+            retry_for_s: For how long; 0 never tries again. Without it ``expected_gap_s`` is the limit, since
+                a restore is of no use once the continuation is due; without that too, nothing is tried again.
+            **fields: What to restore.
+
+        Raises:
+            ToolgapError: the server refused.
+            ToolgapUnreachable: no answer from Toolgap.
+            ValueError: ``retry_for_s`` is negative, infinite or no number.
         """
-        return self._send(_submit(fields))
+        submission = Submission(fields, retry_for_s, self._timeout_s)
+        while True:
+            try:
+                return self._send(submission.call, submission.timeout_s)
+            except (ToolgapError, ToolgapUnreachable) as error:
+                pause_s = submission.pause_s(error)
+                if pause_s is None:
+                    raise
+            time.sleep(pause_s)
 
     def status(self, operation_id: str, wait_s: float | None = None) -> OperationStatus:
         """Where an operation stands; with ``wait_s`` once it has ended or that time is up."""
@@ -277,9 +350,9 @@ class Toolgap:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _send(self, call: Call[R]) -> R:
+    def _send(self, call: Call[R], timeout_s: float | None = None) -> R:
         with _transport(self._http.base_url):
-            response = self._http.post(PATH, **call.request(self._timeout_s))
+            response = self._http.post(PATH, **call.request(timeout_s or self._timeout_s))
         return call.read(response)
 
 
@@ -297,9 +370,19 @@ class AsyncToolgap:
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(**connection(url, api_key), transport=transport)
 
-    async def submit(self, **fields: Unpack[SubmitFields]) -> OperationStatus:
+    async def submit(
+        self, *, retry_for_s: float | None = None, **fields: Unpack[SubmitFields]
+    ) -> OperationStatus:
         """As :meth:`Toolgap.submit`."""
-        return await self._send(_submit(fields))
+        submission = Submission(fields, retry_for_s, self._timeout_s)
+        while True:
+            try:
+                return await self._send(submission.call, submission.timeout_s)
+            except (ToolgapError, ToolgapUnreachable) as error:
+                pause_s = submission.pause_s(error)
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def status(self, operation_id: str, wait_s: float | None = None) -> OperationStatus:
         """As :meth:`Toolgap.status`."""
@@ -334,7 +417,7 @@ class AsyncToolgap:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def _send(self, call: Call[R]) -> R:
+    async def _send(self, call: Call[R], timeout_s: float | None = None) -> R:
         with _transport(self._http.base_url):
-            response = await self._http.post(PATH, **call.request(self._timeout_s))
+            response = await self._http.post(PATH, **call.request(timeout_s or self._timeout_s))
         return call.read(response)

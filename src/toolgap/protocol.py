@@ -9,7 +9,7 @@ import math
 import re
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -129,72 +129,93 @@ class Code(StrEnum):
     INTERNAL_ERROR = "internal_error"
 
 
-CODES: dict[Code, tuple[HTTPStatus, str]] = {
-    Code.MALFORMED_JSON: (HTTPStatus.BAD_REQUEST, "The body is not a JSON object."),
-    Code.INVALID_FIELD: (
-        HTTPStatus.BAD_REQUEST,
-        "A field is missing, unknown or out of range; it is named.",
+class Retry(StrEnum):
+    """Whether a refused call is worth trying again as it is."""
+
+    YES = "yes"
+    NO = "no"
+    IF_TOLD = "if `retry_after_s` is given"
+
+
+class Refusal(NamedTuple):
+    """What a code stands for."""
+
+    status: HTTPStatus
+    meaning: str
+    retry: Retry
+
+
+CODES: dict[Code, Refusal] = {
+    Code.MALFORMED_JSON: Refusal(HTTPStatus.BAD_REQUEST, "The body is not a JSON object.", Retry.NO),
+    Code.INVALID_FIELD: Refusal(
+        HTTPStatus.BAD_REQUEST, "A field is missing, unknown or out of range; it is named.", Retry.NO
     ),
-    Code.BODY_TOO_LARGE: (
-        HTTPStatus.BAD_REQUEST,
-        "The body is larger than TOOLGAP_MAX_BODY_BYTES.",
+    Code.BODY_TOO_LARGE: Refusal(
+        HTTPStatus.BAD_REQUEST, "The body is larger than TOOLGAP_MAX_BODY_BYTES.", Retry.NO
     ),
-    Code.UNKNOWN_OPERATION: (HTTPStatus.NOT_FOUND, "No active or recent operation has this id."),
-    Code.OPERATION_CONFLICT: (
-        HTTPStatus.CONFLICT,
-        "The id belongs to an operation of another prefix.",
+    Code.UNKNOWN_OPERATION: Refusal(
+        HTTPStatus.NOT_FOUND, "No active or recent operation has this id.", Retry.NO
     ),
-    Code.NAMESPACE_MISMATCH: (
-        HTTPStatus.CONFLICT,
-        "The server's namespace is not the one in the request.",
+    Code.OPERATION_CONFLICT: Refusal(
+        HTTPStatus.CONFLICT, "The id belongs to an operation of another prefix.", Retry.NO
     ),
-    Code.STORAGE_REPLACED: (HTTPStatus.CONFLICT, "Storage is being replaced, or none is attached."),
-    Code.STORAGE_STALE: (
+    Code.NAMESPACE_MISMATCH: Refusal(
+        HTTPStatus.CONFLICT, "The server's namespace is not the one in the request.", Retry.NO
+    ),
+    Code.STORAGE_REPLACED: Refusal(
+        HTTPStatus.CONFLICT, "Storage is being replaced, or none is attached.", Retry.IF_TOLD
+    ),
+    Code.STORAGE_STALE: Refusal(
         HTTPStatus.CONFLICT,
         "Weights were updated, and the cache or storage may still hold KV of the old ones: flush the "
         "cache, then clear the storage backend.",
+        Retry.NO,
     ),
-    Code.ANCHOR_NOT_BACKED_UP: (
+    Code.ANCHOR_NOT_BACKED_UP: Refusal(
         HTTPStatus.CONFLICT,
         "The resident part is on the device only, so nothing can be attached behind it yet.",
+        Retry.YES,
     ),
-    Code.TOO_MANY_OPERATIONS: (HTTPStatus.TOO_MANY_REQUESTS, "TOOLGAP_MAX_OPERATIONS are active."),
-    Code.PREFIX_TOO_LARGE: (
+    Code.TOO_MANY_OPERATIONS: Refusal(
+        HTTPStatus.TOO_MANY_REQUESTS, "TOOLGAP_MAX_OPERATIONS are active.", Retry.YES
+    ),
+    Code.PREFIX_TOO_LARGE: Refusal(
         HTTPStatus.TOO_MANY_REQUESTS,
         "The prefix alone exceeds operations' share of host memory (TOOLGAP_HOST_SHARE); waiting will not help.",
+        Retry.NO,
     ),
-    Code.HOST_BUDGET: (
+    Code.HOST_BUDGET: Refusal(
         HTTPStatus.TOO_MANY_REQUESTS,
         "Active operations hold their share of host memory (TOOLGAP_HOST_SHARE).",
+        Retry.YES,
     ),
-    Code.LEASE_BUDGET: (
+    Code.LEASE_BUDGET: Refusal(
         HTTPStatus.TOO_MANY_REQUESTS,
         "Leases hold their share of host memory (TOOLGAP_LEASE_SHARE).",
+        Retry.YES,
     ),
-    Code.RATE_LIMITED: (
+    Code.RATE_LIMITED: Refusal(
         HTTPStatus.TOO_MANY_REQUESTS,
         "SGLang's own prefetch limit is reached by ordinary requests.",
+        Retry.YES,
     ),
-    Code.NOT_SUPPORTED: (
+    Code.NOT_SUPPORTED: Refusal(
         HTTPStatus.NOT_IMPLEMENTED,
         "This server's set-up, or this release, cannot do it; it is named.",
+        Retry.NO,
     ),
-    Code.PAUSED: (HTTPStatus.SERVICE_UNAVAILABLE, "The engine is paused."),
-    Code.FLUSH_PENDING: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "A flush waits for the engine to be idle.",
+    Code.PAUSED: Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "The engine is paused.", Retry.YES),
+    Code.FLUSH_PENDING: Refusal(
+        HTTPStatus.SERVICE_UNAVAILABLE, "A flush waits for the engine to be idle.", Retry.YES
     ),
-    Code.STORAGE_STALLED: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "A storage call has not returned; see status.",
+    Code.STORAGE_STALLED: Refusal(
+        HTTPStatus.SERVICE_UNAVAILABLE, "A storage call has not returned; see status.", Retry.YES
     ),
-    Code.ENGINE_BUSY: (
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The scheduler did not answer in TOOLGAP_REPLY_TIMEOUT_S.",
+    Code.ENGINE_BUSY: Refusal(
+        HTTPStatus.SERVICE_UNAVAILABLE, "The scheduler did not answer in TOOLGAP_REPLY_TIMEOUT_S.", Retry.YES
     ),
-    Code.INTERNAL_ERROR: (
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        "A fault in Toolgap; the server's log has the traceback.",
+    Code.INTERNAL_ERROR: Refusal(
+        HTTPStatus.INTERNAL_SERVER_ERROR, "A fault in Toolgap; the server's log has the traceback.", Retry.NO
     ),
 }
 
@@ -405,7 +426,8 @@ class Error(msgspec.Struct, kw_only=True, omit_defaults=True):
     message: Annotated[str, Meta(description="What is wrong and what to do, for a person.")]
     field: Annotated[str | None, Meta(description="The field of the request that is wrong.")] = None
     retry_after_s: Annotated[
-        float | None, Meta(description="Worth trying again after this; absent if not.")
+        float | None,
+        Meta(description="The same call is worth trying again after this; absent if it is not."),
     ] = None
 
 
@@ -415,8 +437,16 @@ class ErrorReply(msgspec.Struct, kw_only=True):
     error: Error
 
 
+RETRY_AFTER_S = 1.0
+"""When to try again, where nothing better is known."""
+
+
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
-    """A call is refused; carries the :class:`Error` that the caller gets."""
+    """A call is refused; carries the :class:`Error` that the caller gets.
+
+    :data:`CODES` says which codes carry ``retry_after_s``: a code with ``Retry.YES`` always does, one with
+    ``Retry.NO`` must not be given any.
+    """
 
     def __init__(
         self,
@@ -427,12 +457,16 @@ class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
+        retry = CODES[code].retry
+        assert retry is not Retry.NO or retry_after_s is None, f"{code} is not worth trying again"
+        if retry is Retry.YES and retry_after_s is None:
+            retry_after_s = RETRY_AFTER_S
         self.error = Error(code=code, message=message, field=field, retry_after_s=retry_after_s)
 
     @property
     def status(self) -> int:
         """The HTTP status of the reply."""
-        return CODES[self.error.code][0].value
+        return CODES[self.error.code].status.value
 
 
 _decoder = msgspec.json.Decoder(Command)

@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from toolgap.protocol import Reason, State
+from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.storage_calls import StorageCalls
 
 SUPPORTED = ("0.5.23",)
@@ -767,3 +768,18 @@ def cause(result: ReadResult, span_tokens: int, threshold_tokens: int) -> Reason
     if result.found_tokens < span_tokens:
         return Reason.STORAGE_SHORTFALL
     return Reason.COMPLETE
+
+
+def metrics_of(scheduler: Any) -> Metrics:
+    """What counts restores of a scheduler: on the one rank that counts for its replica, if metrics are on.
+
+    The labels are those of SGLang's own scheduler metrics. The storage backend is none of them: it can be
+    replaced while the server runs.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    context = scheduler.metrics_collector_context
+    if context.collector is None or not context.is_stats_logging_rank or get_parallel().pp_rank != 0:
+        return Metrics(enabled=False, labels={})
+    labels = {name: str(value) for name, value in context.collector.labels.items() if name != "priority"}
+    return Metrics(enabled=True, labels=labels)
