@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from toolgap.settings import Settings
 from toolgap.sglang import hooks
 from toolgap.sglang.internals import Engine
+from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.restorer import Restorer
 
 CALLS = 200_000
@@ -43,7 +44,7 @@ def cost_ns(hook: Callable[..., Any], kind: HookType, *arguments: Any) -> float:
 def main() -> None:
     cache, request = SimpleNamespace(), SimpleNamespace(rid="request")
     engine = Engine(SimpleNamespace(tree_cache=cache))
-    hooks._restorer = Restorer(engine, Settings(), hooks._calls)
+    hooks._restorer = Restorer(engine, Settings(), hooks._calls, Metrics(enabled=False, labels={}))
     result = {
         "per_step": {
             "_poll_timeout_aborts": cost_ns(hooks.poll_timeout_aborts, HookType.AFTER, cache),

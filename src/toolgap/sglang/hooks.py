@@ -13,7 +13,7 @@ from sglang.utils import TypeBasedDispatcher
 from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.settings import Settings
-from toolgap.sglang.internals import Engine, Prefix
+from toolgap.sglang.internals import Engine, Prefix, metrics_of
 from toolgap.sglang.messages import HicachePrefetchReqInput
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.storage_calls import StorageCalls
@@ -50,7 +50,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     global _restorer
     if _unready():
         return
-    _restorer = Restorer(Engine(scheduler), _settings, _calls)
+    _restorer = Restorer(Engine(scheduler), _settings, _calls, metrics_of(scheduler))
     scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, _restorer.handle)])
 
 
@@ -175,8 +175,12 @@ def allocate_storage_hit(
     restorer = _restorer
     if restorer is None or not restorer.work or not operation.handle.rid.startswith("toolgap-"):
         return original(controller, operation, hit_tokens, **how)
-    with restorer.guard(hit_tokens):
-        return original(controller, operation, hit_tokens, **how)
+    try:
+        with restorer.guard(hit_tokens):
+            return original(controller, operation, hit_tokens, **how)
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "allocation")
+        return None, 0
 
 
 def evict_host(
@@ -186,8 +190,11 @@ def evict_host(
     evicted = original(cache, num_tokens, *component, **named)
     restorer = _restorer
     if restorer is not None and restorer.leases and not restorer.guarding and restorer.engine.cache is cache:
-        while evicted < num_tokens and restorer.leases.give_way():
-            evicted += original(cache, num_tokens - evicted, *component, **named)
+        try:
+            while evicted < num_tokens and restorer.leases.give_way():
+                evicted += original(cache, num_tokens - evicted, *component, **named)
+        except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+            _fault(restorer, "eviction")
     return evicted
 
 

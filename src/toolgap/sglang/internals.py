@@ -394,6 +394,11 @@ class Engine:
         return int(self.cache.cache_controller.mem_pool_host.logical_size)
 
     @property
+    def token_bytes(self) -> int:
+        """KV bytes of a token in this rank's host memory."""
+        return int(self.cache.cache_controller.mem_pool_host.anchor_entry.host_pool.size_per_token)
+
+    @property
     def host_free_tokens(self) -> int:
         """Unused part of it."""
         return int(self.cache.cache_controller.mem_pool_host.available_size())
@@ -614,15 +619,13 @@ class Engine:
         """Give a hold back."""
         self.cache.dec_host_lock_ref(hold.node, hold.receipt)
 
-    def hold_waiting(self) -> list[Hold]:
-        """Hold what requests that wait to be scheduled have in host memory."""
-        holds = []
+    def hold_waiting(self, holds: list[Hold]) -> None:
+        """Hold what requests that wait to be scheduled have in host memory, and add it to a list."""
         for request in self.scheduler.waiting_queue:
             if request.host_hit_length > 0:
                 prefix = Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
                 if (hold := self.hold(self.match(prefix))) is not None:
                     holds.append(hold)
-        return holds
 
     def needs_eviction(self, tokens: int) -> bool:
         """Whether host memory has no room for so many tokens without evicting."""

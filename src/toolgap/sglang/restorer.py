@@ -53,6 +53,7 @@ from toolgap.sglang.messages import (
     decode_order,
     encode_order,
 )
+from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
 from toolgap.sglang.usage import Usage
@@ -89,12 +90,14 @@ class Restorer:
         engine: Engine,
         settings: Settings,
         calls: StorageCalls,
+        metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.settings = settings
         self.calls = calls
         self.clock = clock
+        self.metrics = metrics
         self.watch_s = 0.0
         """Time in which the scheduler took its steps: it stands still during a pause or a long prefill."""
         self._last_decision_s = clock()
@@ -143,7 +146,12 @@ class Restorer:
     def _carry_out(self, request: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
         match decode_order(request):
             case Restore() as order:
-                return self._reply(request, self.submit(order, request))
+                try:
+                    status = self.submit(order, request)
+                except Refused as refusal:
+                    self.metrics.refused(refusal.error.code)
+                    raise
+                return self._reply(request, status)
             case Describe(operation_id=None):
                 return self._reply(request, self.overview())
             case Describe(operation_id=str(operation_id)):
@@ -217,8 +225,10 @@ class Restorer:
         request.token_ids = b""  # kept for its return address only
         self.log.accept(operation)
         self.work[operation.operation_id] = work
+        self.metrics.accepted(operation)
         self._place(work)
         self._dispatch()
+        self._sample()
         return operation.status(self.clock())
 
     def _check_room(self, work: Work, match: Match) -> None:
@@ -473,6 +483,7 @@ class Restorer:
             self.joins[handle] = Join(work.operation.operation_id, shared, self.clock(), budget_s)
             work.joined.add(handle)
             work.operation.joined_requests += 1
+            self.metrics.joined()
             work.operation.waiting_requests = len(work.joined)
             return True
         self._leave(handle)
@@ -504,7 +515,21 @@ class Restorer:
             if work.operation.ended_at is None:
                 self._follow(work)
         self._dispatch()
-        self.stalls.settle()
+        for _ in range(self.stalls.settle()):
+            self.metrics.recovered()
+        self._sample()
+
+    def _sample(self) -> None:
+        self.metrics.sample(
+            active=len(self.work),
+            queued=sum(work.is_ready for work in self.work.values()),
+            waiting_joins=len(self.joins),
+            reading_tokens=self.budget_used_tokens,
+            budget_tokens=self.budget_tokens,
+            leased_tokens=self.leases.tokens,
+            lease_budget_tokens=self.max_leased_tokens,
+            stalled_calls=self.stalls.given_up,
+        )
 
     def _follow(self, work: Work) -> None:
         """See what became of what one operation waits for."""
@@ -587,6 +612,7 @@ class Restorer:
             if engine.is_loading(match):
                 return
             operation.promoted_tokens = match.host_tokens
+            self.metrics.promoted(match.host_tokens)
         else:
             match = engine.match(work.prefix)
             if engine.loading and match.host_tokens:
@@ -625,8 +651,9 @@ class Restorer:
         work.read = work.leader = work.leading_request = work.promotion = None
         forgotten = self.log.end(operation, state, reason)
         self._settle_memory(work)
-        for outcome in forgotten:
-            self.usage.forget(outcome)
+        self.metrics.ended(operation, self.engine.token_bytes)
+        if unused_tokens := sum(self.usage.forget(outcome) for outcome in forgotten):
+            self.metrics.wasted(unused_tokens)
         logger.info(
             "toolgap: %s %s (%s): requested=%d resident=%d found=%s read=%d inserted=%d joined=%d in %.3f s",
             operation.operation_id,
@@ -736,6 +763,8 @@ class Restorer:
         if not self.engine.in_flight(read):
             key = f"{read.handle.rid}.{read.handle.attempt_id}"
             self.stalls.leave(key, read.operation, self.engine.quarantined_tokens(read), hangs=at_once)
+            if at_once and self.stalls.hanging:
+                self.metrics.stalled()
             self._conclude(work)
 
     def _stop_all(self, stop: Stop) -> None:
@@ -763,8 +792,11 @@ class Restorer:
                 self._leave(handle)
         for operation_id in decision.unlease:
             self.leases.end(operation_id)
-        self.stalls.hang(decision.hang)
-        self.stalls.replace(decision.replace)
+        for _ in range(self.stalls.hang(decision.hang)):
+            self.metrics.stalled()
+        for _ in range(self.stalls.replace(decision.replace)):
+            logger.warning("toolgap: a storage call has hung for long; another thread has taken its place")
+            self.metrics.recovered()
 
     def decide(self) -> HicachePrefetchReqInput | None:
         """What time asks for, on the one rank that decides; said again until it was applied."""
@@ -863,9 +895,11 @@ class Restorer:
         What a running request has is on the device as well, and SGLang evicts no host copy of that; what
         operations have restored so far, and leases, are held anyhow.
         """
-        holds: list[Hold] = self.engine.hold_waiting() if self.engine.needs_eviction(tokens) else []
+        holds: list[Hold] = []
         self.guarding = True
         try:
+            if self.engine.needs_eviction(tokens):
+                self.engine.hold_waiting(holds)
             yield
         finally:
             self.guarding = False
@@ -874,8 +908,8 @@ class Restorer:
 
     def checkpointed(self, prefix: Prefix, cached_tokens: int) -> None:
         """A request's KV went into the cache: see whether it used what operations had restored."""
-        if self.usage:
-            self.usage.used_by(prefix, cached_tokens)
+        for use in self.usage.used_by(prefix, cached_tokens):
+            self.metrics.used(use.tokens, use.saved_s)
         if self.leases:
             self.leases.used_by(prefix)
 
@@ -892,7 +926,8 @@ class Restorer:
             work.read = work.leader = work.leading_request = work.promotion = work.hold = None
         for work in works:
             self._end(work, State.CANCELLED, Reason.FLUSHED)
-        self.usage.forget_all()
+        if unused_tokens := self.usage.forget_all():
+            self.metrics.wasted(unused_tokens)
 
     def namespace_changed(self) -> None:
         """Something that the namespace is made of changed."""

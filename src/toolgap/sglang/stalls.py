@@ -56,12 +56,17 @@ class Stalls:
         self.settle()
 
     def settle(self) -> int:
-        """Drop calls that have returned on every rank; returns how many hung. A collective."""
+        """Drop calls that have returned on every rank. A collective.
+
+        Returns:
+            How many of them had hung, and in whose thread's place there is no other.
+        """
         if not self._left:
             return 0
         running = self._engine.any_rank([self._calls.running(call.operation) for call in self._left.values()])
         returned = [key for key, runs in zip(list(self._left), running, strict=True) if not runs]
-        return sum(self._left.pop(key).hangs for key in returned)
+        calls = [self._left.pop(key) for key in returned]
+        return sum(call.hangs and not call.replaced for call in calls)
 
     def due(self, stall_timeout_s: float, patience_s: float) -> tuple[list[str], list[str]]:
         """By this rank's clock: calls to take for hanging, and calls whose thread to replace."""
