@@ -126,6 +126,14 @@ def test_over_the_share_of_host_memory(server: Server, prompt: Prompt) -> None:
     server.ended(first.operation_id)
 
 
+def test_a_lease_longer_than_all_leases_may_be(server: Server, prompt: Prompt) -> None:
+    tokens = server.toolgap.overview().engine.max_leased_tokens + PAGE
+    reply = server.call(action="submit", input_ids=prompt(tokens), lease_s=10)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["field"]) == (429, Code.PREFIX_TOO_LARGE, "lease_s")
+    assert "Retry-After" not in reply.headers
+
+
 def test_authorisation_is_that_of_sglangs_own_hicache_routes(server: Server) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         with httpx.Client(base_url=server.url, headers=headers) as client:

@@ -73,8 +73,10 @@ def a_running_request(server: Server) -> Iterator[None]:
         "sampling_params": {"max_new_tokens": 7000, "ignore_eos": True},
     }
     with server.http.stream("POST", "/generate", json=body) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # closes the stream when it is dropped
+        next(lines)
         yield
+        lines.close()
 
 
 def test_a_long_restore_is_read_in_pieces(server: Server, prompt: Prompt) -> None:

@@ -33,6 +33,7 @@ def register() -> None:
     HookRegistry.register(f"{file_backend}.batch_exists", _batch_exists, HookType.AROUND)
     HookRegistry.register(f"{cache}.inc_host_lock_ref", _locked, HookType.AFTER)
     HookRegistry.register(f"{cache}.dec_host_lock_ref", _unlocked, HookType.AFTER)
+    HookRegistry.register(f"{cache}._reset_full", _reset, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state", _internal_state, HookType.AFTER
     )
@@ -88,6 +89,11 @@ def _locked(_result: Any, *_args: Any, **_kwargs: Any) -> None:
 def _unlocked(_result: Any, *_args: Any, **_kwargs: Any) -> None:
     global _host_locks
     _host_locks -= 1
+
+
+def _reset(_result: Any, _cache: Any) -> None:
+    global _host_locks
+    _host_locks = 0  # the tree was dropped, and its locks with it
 
 
 def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
