@@ -225,7 +225,7 @@ class Restorer:
         operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
         wanted_tokens = operation.aligned_tokens - operation.resident_tokens
         work = Work(operation, prefix, request)
-        if wanted_tokens >= self.engine.prefetch_threshold_tokens and not self._find_leader(
+        if wanted_tokens >= self.engine.shortest_read_tokens(match) and not self._find_leader(
             work, operation.resident_tokens
         ):
             if not self.engine.can_anchor(match):
@@ -318,7 +318,7 @@ class Restorer:
         elif missing_tokens <= 0:
             nothing_read = operation.resident_tokens >= operation.aligned_tokens
             self._end(work, State.RESTORED, Reason.ALREADY_RESIDENT if nothing_read else Reason.COMPLETE)
-        elif missing_tokens < engine.prefetch_threshold_tokens:
+        elif missing_tokens < engine.shortest_read_tokens(match):
             self._end_by(work, match.resident_tokens, Reason.BELOW_THRESHOLD)
         elif work.attempts > _MAX_ATTEMPTS:
             self._end_by(work, match.resident_tokens, Reason.NOT_INSERTED)
@@ -364,9 +364,8 @@ class Restorer:
         request that shares a system prompt with a long restore does not wait for the rest of it.
         """
         gained_tokens = shared_tokens - resident_tokens
-        return (
-            gained_tokens >= self.engine.prefetch_threshold_tokens
-            and read_end_tokens - shared_tokens <= gained_tokens
+        return gained_tokens >= self.engine.prefetch_threshold_tokens and read_end_tokens - shared_tokens <= (
+            gained_tokens if self.engine.piecewise else 0
         )
 
     # ---- the join ----
@@ -449,6 +448,7 @@ class Restorer:
         known_end_tokens = None
         if (
             operation.stop is None
+            and engine.piecewise
             and result.found_tokens is not None
             and result.read_tokens == result.found_tokens
         ):
