@@ -141,6 +141,34 @@ def test_an_early_continuation_joins(windows: Server, prompt: Prompt, pool: Thre
     assert windows.ended(operation_id).state is State.RESTORED
 
 
+def test_a_submit_follows_an_ordinary_requests_read(
+    windows: Server, prompt: Prompt, pool: ThreadPoolExecutor
+) -> None:
+    prefix = prompt(LONG * PAGE)
+    recomputed = windows.store(prefix + [5])
+    with windows.probe.hold("get") as wait_until_held:
+        request = pool.submit(windows.generate, prefix + [5])
+        wait_until_held()
+        submitted = windows.toolgap.submit(input_ids=prefix)
+        assert submitted.following
+    answer = request.result()
+    assert answer.sources == (0, 0, LONG * PAGE)
+    assert answer.output_ids == recomputed.output_ids
+    assert windows.ended(submitted.operation_id).state is State.RESTORED
+    assert set(windows.probe.reads.values()) == {1}
+
+
+def test_who_asks_for_exactly_the_prefix_reads_for_itself(windows: Server, prompt: Prompt) -> None:
+    """Its last token is always computed, so that it needs the window one page earlier."""
+    prefix = prompt(LONG * PAGE)
+    recomputed = windows.store(prefix)
+    assert restored(windows, prefix).state is State.RESTORED
+    reads = sum(windows.probe.reads.values())
+    answer = windows.generate(prefix)
+    assert answer.output_ids == recomputed.output_ids
+    assert sum(windows.probe.reads.values()) > reads
+
+
 def test_who_leaves_the_prefix_early_does_not_wait(
     windows: Server, prompt: Prompt, pool: ThreadPoolExecutor
 ) -> None:
@@ -291,4 +319,23 @@ def test_latent_attention_is_restored_like_any_other(
         assert answer.sources == (0, 40 * PAGE, 0)
         assert answer.output_ids == recomputed[1].output_ids
         assert set(server.probe.reads.values()) == {1}
+        server.check_back_at(before)
+
+
+def test_a_restore_for_which_host_memory_is_short_is_dropped(
+    window_model: Path, tmp_path: Path, prompt: Prompt
+) -> None:
+    """What the device holds stays in host memory: there is room for a part, which would be of no use."""
+    prefix = prompt(150 * PAGE)
+    arguments = ("--hicache-ratio", "1", "--max-total-tokens", str(400 * PAGE))
+    with Server(window_model, tmp_path, arguments=arguments, environment=ENVIRONMENT) as server:
+        before = server.baseline()
+        recomputed = server.store(prefix + [5])
+        for _ in range(2):
+            server.generate(prompt(140 * PAGE), tokens=1)
+        outcome = restored(server, prefix)
+        assert outcome.reason is Reason.HOST_CAPACITY
+        assert (outcome.found_tokens, outcome.inserted_tokens) == (150 * PAGE, 0)
+        assert 0 < outcome.read_tokens == outcome.dropped_tokens < 150 * PAGE
+        assert server.generate(prefix + [5]).output_ids == recomputed.output_ids
         server.check_back_at(before)
