@@ -181,7 +181,8 @@ CODES: dict[Code, Refusal] = {
     ),
     Code.PREFIX_TOO_LARGE: Refusal(
         HTTPStatus.TOO_MANY_REQUESTS,
-        "The prefix alone exceeds what operations, or its lease what leases, may hold of host memory; waiting will not help.",
+        "The prefix alone exceeds what operations, or its lease what leases, may hold of host memory; waiting "
+        "will not help.",
         Retry.NO,
     ),
     Code.HOST_BUDGET: Refusal(

@@ -9,8 +9,13 @@ with warnings.catch_warnings():
     # What is missing on this machine is none of these tests' business.
     warnings.simplefilter("ignore")
     torch_native_backend = pytest.importorskip("sglang.srt.layers.attention.torch_native_backend")
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from toolgap.cpu.attention import run_sdpa_forward_extend, visible  # noqa: E402
+from toolgap.cpu.attention import (  # noqa: E402
+    run_sdpa_forward_decode,
+    run_sdpa_forward_extend,
+    visible,
+)
 
 SLOTS, DIM = 512, 16
 
@@ -34,7 +39,9 @@ BATCHES = [
 def stock() -> Any:
     """The stock backend, without the model runner that its constructor reads."""
     backend = torch_native_backend.TorchNativeAttnBackend
-    return backend.__new__(backend)
+    stock = backend.__new__(backend)
+    stock.use_sliding_window_kv_pool = False
+    return stock
 
 
 def arguments(batch: Batch, heads: int, kv_heads: int, dtype: Any) -> dict[str, Any]:
@@ -124,6 +131,36 @@ def test_a_cache_of_another_dtype_is_converted(stock: Any) -> None:
     for name in ("k_cache", "v_cache"):
         given[name] = given[name].to(torch.bfloat16)
     found, expected = both(stock, given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_decode_equals_stock(stock: Any, window: int | None) -> None:
+    given = arguments(Batch([4, 31, 96], [1, 1, 1]), 6, 2, torch.float32)
+    given |= {"sliding_window_size": window, "causal": False}
+    del given["extend_prefix_lens"], given["extend_seq_lens"]
+    expected = stock._run_sdpa_forward_decode(**given).clone()
+    given["output"] = torch.full_like(given["output"], torch.nan)
+    torch.testing.assert_close(run_sdpa_forward_decode(stock, **given), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_is_read_from_the_pool_of_the_windows(stock: Any) -> None:
+    """The same KV in other slots, and nothing of what the window has left behind."""
+    given = arguments(Batch([48], [5]), 4, 2, torch.float32) | {"sliding_window_size": 8}
+    expected = run_sdpa_forward_extend(stock, **given).clone()
+
+    stock.token_to_kv_pool = SWAKVPool(SLOTS, 64, 1, torch.float32, 2, DIM, [0], [1], "cpu")
+    stock.use_sliding_window_kv_pool = True
+    slots = given["req_to_token"][given["req_pool_indices"][0]].long()
+    mapping = torch.zeros(SLOTS + 1, dtype=torch.int64)
+    inside = slots[48 - 8 :]
+    mapping[inside] = torch.randperm(64, generator=torch.Generator().manual_seed(2))[: len(inside)] + 1
+    stock.token_to_kv_pool.register_mapping(mapping)
+    for name in ("k_cache", "v_cache"):
+        moved = torch.zeros(66, 2, DIM)
+        moved[mapping[inside]] = given[name][inside]
+        given[name] = moved
+    found = run_sdpa_forward_extend(stock, **given | {"output": torch.empty_like(given["output"])})
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from toolgap.cpu.model import build_tiny_model
+from toolgap.cpu.model import build_tiny_latent_model, build_tiny_model, build_tiny_window_model
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -25,6 +25,22 @@ def test_weights_fit_the_config(tmp_path: Path) -> None:
     assert weights["model.embed_tokens.weight"].shape == (512, 32)
     assert weights["model.layers.2.self_attn.k_proj.weight"].shape == (16, 32)
     assert {str(weight.dtype) for weight in weights.values()} == {"float32"}
+
+
+def test_a_window_model_names_its_window(tmp_path: Path) -> None:
+    folder = build_tiny_window_model(tmp_path, window_tokens=64, hidden=32, vocabulary=512)
+    config = json.loads((folder / "config.json").read_text())
+    weights = safetensors.load_file(folder / "model.safetensors")
+    assert config["sliding_window"] == 65, "it counts the token itself"
+    assert weights["model.layers.3.self_attn.q_k_v_proj.weight"].shape == (64, 32)
+
+
+def test_a_latent_model_has_one_latent_for_all_heads(tmp_path: Path) -> None:
+    folder = build_tiny_latent_model(tmp_path, hidden=32, heads=4, vocabulary=512)
+    config = json.loads((folder / "config.json").read_text())
+    weights = safetensors.load_file(folder / "model.safetensors")
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    assert weights["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"].shape == (latent, 32)
 
 
 @pytest.mark.parametrize("vocabulary", [300, 2000, 49152])

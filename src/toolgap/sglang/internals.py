@@ -149,7 +149,14 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_RETRIES}.cancel": ("self", "req_id"),
 }
 
-_READ_ATTRIBUTES = ("storage_hit_count", "completed_tokens", "host_indices", "query_pool_hit_pages")
+_READ_ATTRIBUTES = (
+    "storage_hit_count",
+    "completed_tokens",
+    "host_indices",
+    "query_pool_hit_pages",
+    "pool_storage_result",
+    "pool_transfers",
+)
 
 
 def touched() -> tuple[str, ...]:
@@ -272,11 +279,14 @@ class ReadResult(NamedTuple):
     """What became of a read, in tokens."""
 
     found_tokens: int | None
-    """In storage behind the start; None if storage was not asked or raised."""
+    """In storage behind the start, up to an end that every pool has; None if storage was not asked or raised."""
     allocated_tokens: int | None
     """Host memory that was taken for it; None if none was."""
     read_tokens: int
     inserted_tokens: int
+    """Full-attention KV that was not in the tree; with a hybrid cache 0 unless every pool was read."""
+    every_pool: bool
+    """Whether the other pools of a hybrid cache were read for the same end."""
     returned_at: float | None
     """When the storage call returned, by the monotonic clock; None if it has not."""
 
@@ -326,9 +336,15 @@ class Engine:
             return "host memory is only a buffer: start the server with --hicache-host-memory-mode cache"
         if cache.linker is not None:
             return "an external cache linker replaces host memory"
-        if tuple(cache.tree_components) != (ComponentType.FULL,):
-            names = ", ".join(component.name for component in cache.tree_components)
+        parts = tuple(cache.tree_components)
+        if parts not in ((ComponentType.FULL,), (ComponentType.FULL, ComponentType.SWA)):
+            names = ", ".join(component.name for component in parts)
             return f"models with {names} caches are not supported by this release of toolgap"
+        if ComponentType.SWA in parts and (cache.sidecar_pool_specs or not cache.tree_core.has_swa_host_pool):
+            return (
+                "models whose sliding windows are kept by request, or with further pools beside them "
+                "(DeepSeek-V4), are not supported by this release of toolgap"
+            )
         if cache.tree_core.is_eagle:
             return "EAGLE/MTP speculation is not supported by this release of toolgap"
         if get_exec().moe.elastic_ep_backend is not None:
@@ -447,12 +463,34 @@ class Engine:
 
     # ---- reads ----
 
+    @property
+    def piecewise(self) -> bool:
+        """Whether KV can be read up to the end of any page, and be used up to there.
+
+        A hybrid cache can be continued only at an end for which storage holds every pool, such as
+        the whole sliding window before it: a read gives all up to that end, or nothing.
+        """
+        return len(self.cache.tree_components) == 1
+
+    def shortest_read_tokens(self, match: Match) -> int:
+        """Spans behind a match that are shorter than this are not read.
+
+        With a sliding window, SGLang reads none for a span that is shorter than it, unless the span
+        starts with the prompt; what it read could not be used.
+        """
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        if self.piecewise or self.cache.is_root(match.anchor):
+            return self.prefetch_threshold_tokens
+        window_tokens = self.cache.components[ComponentType.SWA].full_window_pages * self.page_tokens
+        return max(self.prefetch_threshold_tokens, int(window_tokens))
+
     def align(self, tokens: int) -> int:
         """Whole pages of a prefix."""
         return tokens - tokens % self.page_tokens
 
     def match(self, prefix: Prefix) -> Match:
-        """Find the resident part of a prefix. Refreshes its place in the eviction order."""
+        """Find the resident part of a prefix: what every pool holds. Refreshes its place in the eviction order."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -548,13 +586,19 @@ class Engine:
 
         operation, handle = read.operation, read.handle
         pages = operation.query_pool_hit_pages.get(PoolName.KV)
+        stored, others = operation.pool_storage_result, operation.pool_transfers or ()
         allocated = None if operation.host_indices is None else len(operation.host_indices)
         inserted = self.cache.prefetch_loaded_tokens_by_reqid.get(handle)
         result = ReadResult(
-            found_tokens=None if pages is None else pages * self.page_tokens,
+            found_tokens=None if pages is None else min(pages, stored.kv_hit_pages) * self.page_tokens,
             allocated_tokens=allocated,
             read_tokens=0 if allocated is None or inserted is None else int(operation.completed_tokens),
             inserted_tokens=inserted or 0,
+            every_pool=all(
+                stored.extra_pool_hit_pages.get(other.name, 0) == len(other.keys or ())
+                for other in others
+                if other.indices_from_pool != PoolName.KV
+            ),
             returned_at=StorageCalls.returned_at(operation),
         )
         self.own_tokens -= read.span_tokens
@@ -579,16 +623,6 @@ class Engine:
     def declines_reads(self) -> bool:
         """Whether ordinary requests' reads occupy SGLang's limit, so that it would decline one of ours."""
         return bool(self.cache.cache_controller.prefetch_rate_limited())
-
-    @property
-    def reads_in_pieces(self) -> bool:
-        """Whether a prefix may be restored piece by piece.
-
-        Not where pools besides full attention's hold state that is valid at the end of a read only.
-        """
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-        return tuple(self.cache.tree_components) == (ComponentType.FULL,)
 
     def replace_storage_thread(self, hanging: threading.Thread) -> None:
         """Start another of SGLang's threads that query or read storage, in place of one that hangs.
@@ -639,7 +673,7 @@ class Engine:
 
         if get_parallel().pp_size > 1:
             return "promotion to the device is not supported with pipeline parallelism"
-        if not self.reads_in_pieces:
+        if not self.piecewise:
             return "promotion to the device is supported for full-attention models only"
         return None
 
@@ -768,6 +802,8 @@ def cause(result: ReadResult, span_tokens: int, threshold_tokens: int) -> Reason
         return Reason.STORAGE_READ_FAILED
     if result.allocated_tokens < result.found_tokens:
         return Reason.HOST_CAPACITY
+    if not result.every_pool:
+        return Reason.STORAGE_READ_FAILED
     if result.found_tokens < span_tokens:
         return Reason.STORAGE_SHORTFALL
     return Reason.COMPLETE

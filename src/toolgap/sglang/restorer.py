@@ -235,7 +235,7 @@ class Restorer:
         """Raise Refused unless what the operation has to read could be read, and fits."""
         operation, engine = work.operation, self.engine
         wanted_tokens = operation.aligned_tokens - operation.resident_tokens
-        if wanted_tokens < engine.prefetch_threshold_tokens:
+        if wanted_tokens < engine.shortest_read_tokens(match):
             wanted_tokens = 0
         elif self._find_leader(work, operation.resident_tokens):
             wanted_tokens = operation.aligned_tokens - work.shared_tokens
@@ -356,7 +356,7 @@ class Restorer:
         elif missing_tokens == 0:
             nothing_read = operation.resident_tokens >= operation.aligned_tokens
             self._arrive(work, Reason.ALREADY_RESIDENT if nothing_read else Reason.COMPLETE)
-        elif missing_tokens < engine.prefetch_threshold_tokens:
+        elif missing_tokens < engine.shortest_read_tokens(match):
             self._arrive(work, Reason.BELOW_THRESHOLD)
         elif work.attempts > _MAX_ATTEMPTS or not engine.can_anchor(match):
             self._arrive(work, Reason.NOT_INSERTED)
@@ -410,7 +410,7 @@ class Restorer:
                 engine.page_tokens,
                 engine.prefetch_threshold_tokens,
             )
-            if engine.reads_in_pieces
+            if engine.piecewise
             else missing_tokens
         )
         work.reads += 1
@@ -450,12 +450,14 @@ class Restorer:
         of no use here.
         """
         gained_tokens = shared_tokens - resident_tokens
-        return gained_tokens >= self.engine.prefetch_threshold_tokens and useless_tokens <= gained_tokens
+        # Where a read cannot be cut, it brings what its whole span ends with, or nothing.
+        allowed_tokens = gained_tokens if self.engine.piecewise else 0
+        return gained_tokens >= self.engine.prefetch_threshold_tokens and useless_tokens <= allowed_tokens
 
     def _useless_tokens(self, work: Work, shared_tokens: int) -> int:
         """What an operation reads beyond what is shared before that is resident: the rest of a piece at most."""
         rest_tokens = work.operation.aligned_tokens - shared_tokens
-        return min(rest_tokens, self.settings.piece_tokens) if self.engine.reads_in_pieces else rest_tokens
+        return min(rest_tokens, self.settings.piece_tokens) if self.engine.piecewise else rest_tokens
 
     # ---- the join ----
 
@@ -568,7 +570,7 @@ class Restorer:
                 operation.found_tokens or 0,
                 min(end_tokens, operation.aligned_tokens) - operation.resident_tokens,
             )
-            if result.found_tokens < read.span_tokens and result.read_tokens == result.found_tokens:
+            if engine.piecewise and result.read_tokens == result.found_tokens < read.span_tokens:
                 # Storage holds nothing behind this: whoever shares more need not ask again.
                 known_end_tokens = end_tokens
         if operation.stop is not None:
