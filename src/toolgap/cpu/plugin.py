@@ -68,7 +68,7 @@ def register() -> None:
 
 def cpu_hooks() -> Sequence[CpuHook]:
     """The hooks of CPU mode. Imports torch."""
-    from toolgap.cpu import attention, transfers
+    from toolgap.cpu import attention, pinning, transfers
 
     return (
         CpuHook(
@@ -136,6 +136,7 @@ def cpu_hooks() -> Sequence[CpuHook]:
             ),
             ("use_pynccl", "use_custom_allreduce"),
         ),
+        CpuHook("sglang.srt.lora.lora_manager.LoRAManager.__init__", "BEFORE", pinning.ignore_pinning, ()),
         CpuHook("torch.get_device_module", "AROUND", device_module, ("device",)),
         CpuHook("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", freeze_garbage, ()),
     )

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from toolgap import protocol
 from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, Target, decode_command
 from toolgap.settings import Settings
+from toolgap.sglang.internals import loaded_adapters
 from toolgap.sglang.messages import (
     CancelOperation,
     Describe,
@@ -245,10 +246,11 @@ class Frontend:
         if self._storage_changes:
             raise Refused(Code.STORAGE_REPLACED, "the storage backend is being replaced", retry_after_s=1.0)
         token_ids = await self._resolve(submit)
+        extra_key = self._resolve_extra_key(submit)
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
         order = Restore(
             operation_id=submit.operation_id or new_operation_id(),
-            extra_key=submit.extra_key,
+            extra_key=extra_key,
             cache_salt=submit.cache_salt,
             ttl_s=ttl_s,
             namespace=submit.namespace,
@@ -288,6 +290,28 @@ class Frontend:
                 field=field,
             )
         return array("q", ids)
+
+    def _resolve_extra_key(self, submit: Submit) -> str | None:
+        """The extra key that SGLang gives a request with this extra key and adapter."""
+        if not submit.lora_path:  # as SGLang takes an empty one
+            return submit.extra_key
+        loaded = loaded_adapters(self.tokenizer_manager)
+        if loaded is None:
+            raise Refused(
+                Code.NOT_SUPPORTED,
+                f"LoRA adapter {submit.lora_path!r} was named, and the server runs without LoRA: start it with "
+                "--enable-lora",
+                field="lora_path",
+            )
+        lora_id = loaded.get(submit.lora_path)
+        if lora_id is None:
+            raise Refused(
+                Code.INVALID_FIELD,
+                f"no LoRA adapter {submit.lora_path!r} is loaded, so no KV of it can be found; loaded are: "
+                f"{', '.join(map(repr, loaded)) or 'none'}",
+                field="lora_path",
+            )
+        return (submit.extra_key or "") + lora_id
 
     async def _wait(self, request: Request, operation_id: str, wait_s: float) -> HicachePrefetchReqOutput:
         """Long poll: answer when the operation ends, when the time is up, or not at all if the client left."""

@@ -26,6 +26,7 @@ _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridC
 _BASE_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_LORA_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
 _RETRIES = "sglang.srt.mem_cache.storage_prefetch.StoragePrefetchRetries"
 
 INIT_COMMUNICATORS = f"{_TOKENIZER}.init_communicators"
@@ -85,6 +86,7 @@ _HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
         "texts",
         "is_cross_encoder",
     ),
+    f"{_LORA_REGISTRY}.get_all_adapters": ("self",),
     "sglang.srt.entrypoints.http_server.get_global_state": (),
     "sglang.srt.utils.auth.auth_level": ("level",),
 }
@@ -198,6 +200,19 @@ def unapplied(targets: list[str]) -> list[str]:
 def wants_hooks(process_title: str) -> bool:
     """Whether an SGLang process with this title runs the HTTP server or a scheduler."""
     return not process_title.startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
+
+
+def loaded_adapters(tokenizer_manager: Any) -> dict[str, str] | None:
+    """In the HTTP process: ids of the loaded LoRA adapters by name; None on a server without LoRA.
+
+    SGLang appends the id to a request's extra key. An adapter gets another id each time it is loaded at
+    run time, so one that is not loaded now has no KV that a request could use. Looking counts as no use
+    of an adapter: SGLang may evict and unload it as if nothing had been asked.
+    """
+    if not tokenizer_manager.enable_lora:
+        return None
+    adapters = tokenizer_manager.lora_registry.get_all_adapters()
+    return {name: adapter.lora_id for name, adapter in adapters.items()}
 
 
 class Prefix(NamedTuple):
