@@ -89,6 +89,14 @@ _HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_LORA_REGISTRY}.get_all_adapters": ("self",),
     "sglang.srt.entrypoints.http_server.get_global_state": (),
     "sglang.srt.utils.auth.auth_level": ("level",),
+    "sglang.srt.utils.auth.decide_request_auth": (
+        "method",
+        "path",
+        "authorization_header",
+        "api_key",
+        "admin_api_key",
+        "auth_level",
+    ),
 }
 
 _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -200,6 +208,33 @@ def unapplied(targets: list[str]) -> list[str]:
 def wants_hooks(process_title: str) -> bool:
     """Whether an SGLang process with this title runs the HTTP server or a scheduler."""
     return not process_title.startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
+
+
+def http_workers() -> int:
+    """How many HTTP processes the server has. News of an operation reaches the one that submitted it."""
+    from sglang.srt.runtime_context import get_serving
+
+    return int(get_serving().tokenizer_worker_num)
+
+
+def denied_status(method: str, path: str, authorization: str | None) -> int | None:
+    """The status with which SGLang's own ``/hicache/*`` routes refuse such a caller; None if they do not.
+
+    With several tokenizer workers SGLang itself asks no caller for a key, on any route.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+    serving = get_serving()
+    decision = decide_request_auth(
+        method=method,
+        path=path,
+        authorization_header=authorization,
+        api_key=serving.api_key,
+        admin_api_key=serving.admin_api_key,
+        auth_level=AuthLevel.ADMIN_OPTIONAL,
+    )
+    return None if decision.allowed else int(decision.error_status_code)
 
 
 def loaded_adapters(tokenizer_manager: Any) -> dict[str, str] | None:

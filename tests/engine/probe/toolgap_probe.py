@@ -116,6 +116,7 @@ async def _http_state(original: Any, *args: Any) -> Any:
     states = await original(*args)
     assert frontend._frontend is not None
     states[0]["toolgap_probe"]["waiting_calls"] = frontend._frontend.replies.pending
+    states[0]["toolgap_probe"]["http_pid"] = os.getpid()
     return states
 
 
