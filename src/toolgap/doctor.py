@@ -321,10 +321,18 @@ RULES = (
     Rule(
         "disaggregation",
         "disaggregation_mode",
-        lambda value: value in (None, "null"),
+        lambda value: value in (None, "null", "prefill"),
         None,
         "The server is the {} half of a disaggregated one, and submits get 501.",
-        "Start SGLang without --disaggregation-mode.",
+        "Submit to the prefill server: it is the one that reads prefixes.",
+    ),
+    Rule(
+        "disaggregation",
+        "enable_pd_role_switch",
+        _off,
+        None,
+        "The server may become the decode half of a disaggregated one at run time, and submits get 501.",
+        "Start SGLang without --enable-pd-role-switch.",
     ),
     Rule(
         "speculation",
@@ -416,6 +424,7 @@ _SWITCHES = (
     ("--smg-grpc-mode",),
     ("--encoder-only",),
     ("--use-ray",),
+    ("--enable-pd-role-switch",),
 )
 _NUMBERS = (
     ("--tokenizer-worker-num",),

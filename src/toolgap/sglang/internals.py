@@ -337,8 +337,15 @@ class Engine:
         ):
             if size > 1:
                 return f"{what} is not supported by this release of toolgap"
-        if get_disagg().disaggregation_mode != "null":
-            return "prefill/decode disaggregation is not supported by this release of toolgap"
+        if get_disagg().disaggregation_mode not in ("null", "prefill"):
+            return (
+                f"this is the {get_disagg().disaggregation_mode} half of a disaggregated server, on which restores are "
+                "not supported by this release of toolgap: submit to the prefill server"
+            )
+        if get_disagg().enable_pd_role_switch:
+            return (
+                "switching between prefill and decode at run time is not supported by this release of toolgap"
+            )
         if not scheduler.enable_hierarchical_cache:
             return "the server has no hierarchical cache: start it with --enable-hierarchical-cache"
         if not isinstance(cache, UnifiedRadixCache) or cache.cache_controller is None:
@@ -374,7 +381,9 @@ class Engine:
     @property
     def free_of_requests(self) -> bool:
         """Whether no request runs or waits (one that waits does not count during a pause)."""
-        return bool(self.scheduler.is_fully_idle(for_health_check=True, ignore_waiting=self.paused))
+        idle = self.scheduler.is_fully_idle(for_health_check=True, ignore_waiting=self.paused)
+        # A health check looks away from these, a flush does not.
+        return bool(idle) and not self._bootstrapping and not self.scheduler.disagg_prefill_inflight_queue
 
     @property
     def flush_pending(self) -> bool:
@@ -575,12 +584,22 @@ class Engine:
 
     # ---- ordinary requests ----
 
+    @property
+    def _bootstrapping(self) -> list[Any]:
+        """On a prefill server: requests that are not scheduled before their decode server is ready."""
+        queue = self.scheduler.disagg_prefill_bootstrap_queue
+        return [] if queue is None else list(queue.queue)
+
+    def _waiting_requests(self) -> list[Any]:
+        """Requests that are not scheduled yet."""
+        return [*self.scheduler.waiting_queue, *self._bootstrapping]
+
     def ordinary_reads(self) -> Iterator[OrdinaryRead]:
         """Reads in flight of requests that are waiting to be scheduled."""
         reading = {handle for handle in self.cache.ongoing_prefetch if not handle.rid.startswith("toolgap-")}
         if not reading:
             return
-        for request in self.scheduler.waiting_queue:
+        for request in self._waiting_requests():
             if request.cache_request_handle in reading:
                 yield OrdinaryRead(
                     request.cache_request_handle,
@@ -593,13 +612,13 @@ class Engine:
             request.cache_request_handle: Prefix(
                 request.full_untruncated_fill_ids, request.extra_key, request.cache_salt
             )
-            for request in self.scheduler.waiting_queue
+            for request in self._waiting_requests()
             if request.cache_request_handle in handles
         }
 
     def refetch(self, handles: set[Any]) -> None:
         """Let waiting requests match again and read what is still missing."""
-        for request in list(self.scheduler.waiting_queue):
+        for request in self._waiting_requests():
             if request.cache_request_handle in handles:
                 self.scheduler._prefetch_kvcache(request)
 
