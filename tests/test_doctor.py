@@ -12,6 +12,7 @@ from toolgap import doctor
 from toolgap.client import ToolgapUnreachable
 from toolgap.doctor import Finding, Installation, Level, ServerAnswers
 from toolgap.protocol import VERSION, Code, EngineStatus, Error, ErrorReply, Overview
+from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
 
 SUPPORTED = ("0.5.23",)
 
@@ -48,6 +49,7 @@ SOUND: dict[str, Any] = {
     "pp_size": 1,
     "dp_size": 1,
     "disaggregation_mode": "null",
+    "enable_pd_role_switch": False,
     "speculative_algorithm": None,
     "api_key": None,
     "admin_api_key": "secret-of-the-admin",
@@ -140,6 +142,14 @@ def test_a_variable_that_is_nearly_a_setting_is_noted() -> None:
     assert "TOOLGAP_MAX_OPERATIONS?" in str(note.mend)
 
 
+def test_an_app_of_the_operators_own_is_noted() -> None:
+    own = doctor.check_environment({APP_PATH_VARIABLE: "my.server:app"})
+    [note] = [finding for finding in own if finding.level is Level.NOTE]
+    assert "my.server:app" in note.meaning
+    assert "toolgap.sglang.workers" in str(note.mend)
+    assert doctor.check_environment({APP_PATH_VARIABLE: APP_PATH}) == doctor.check_environment({})
+
+
 # ---- arguments ----
 
 HICACHE = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
@@ -150,15 +160,17 @@ HICACHE = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
     [
         (HICACHE, set()),
         (["--enable-hicache", "--hicache-storage-backend=file"], set()),
-        (["--enable-hier", "--hicache-storage-backend=file", "--tokenizer-w", "2"], {"tokenizer-workers"}),
+        (["--enable-hier", "--hicache-storage-backend=file", "--tp-si", "2"], {"parallelism"}),
         ([], {"hierarchical-cache", "storage-backend"}),
         (["--enable-hierarchical-cache"], {"storage-backend"}),
         ([*HICACHE, "--hicache-host-memory-mode", "buffer_only"], {"host-memory-mode"}),
-        ([*HICACHE, "--tokenizer-worker-num", "2"], {"tokenizer-workers"}),
+        ([*HICACHE, "--tokenizer-worker-num", "2"], set()),
         ([*HICACHE, "--disable-radix-cache"], {"radix-cache"}),
         ([*HICACHE, "--tp", "2"], {"parallelism"}),
         ([*HICACHE, "--data-parallel-size=2", "--pp-size", "2"], {"parallelism"}),
-        ([*HICACHE, "--disaggregation-mode", "prefill"], {"disaggregation"}),
+        ([*HICACHE, "--disaggregation-mode", "prefill"], set()),
+        ([*HICACHE, "--disaggregation-mode", "decode"], {"disaggregation"}),
+        ([*HICACHE, "--disaggregation-mode=prefill", "--enable-pd-role-switch"], {"disaggregation"}),
         ([*HICACHE, "--speculative-algorithm", "EAGLE3"], {"speculation"}),
         ([*HICACHE, "--speculative-algorithm", "NGRAM"], set()),
         ([*HICACHE, "--enable-lmcache"], {"cache"}),
@@ -186,6 +198,12 @@ def test_without_the_hierarchical_cache_its_other_arguments_are_not_judged() -> 
 def test_a_late_write_policy_is_noted() -> None:
     found = doctor.check_arguments([*HICACHE, "--hicache-write-policy", "write_back"])
     assert named(found, "write-policy").level is Level.NOTE
+
+
+def test_what_several_tokenizer_workers_leave_open_is_noted() -> None:
+    note = named(doctor.check_arguments([*HICACHE, "--tokenizer-worker-num", "2"]), "tokenizer-workers")
+    assert note.level is Level.NOTE
+    assert "2 tokenizer workers" in note.meaning
 
 
 def test_a_config_file_is_not_read_and_that_is_said() -> None:
@@ -248,7 +266,7 @@ def test_a_sound_server() -> None:
         ({"version": "0.5.24"}, {"sglang-release"}),
         ({"frontend": "rust"}, {"http-server"}),
         ({"toolgap": {"protocol": VERSION + 1}}, {"toolgap-release"}),
-        ({"tokenizer_worker_num": 4}, {"tokenizer-workers"}),
+        ({"tokenizer_worker_num": 4}, set()),
         ({"enable_hierarchical_cache": False}, {"hierarchical-cache"}),
         ({"hicache_host_memory_mode": "buffer_only"}, {"host-memory-mode"}),
     ],

@@ -24,6 +24,7 @@ from toolgap.client import REQUEST_TIMEOUT_S, Toolgap, ToolgapError, ToolgapUnre
 from toolgap.protocol import PATH, VERSION, Code, EngineStatus, Error, Overview
 from toolgap.serve import INSTALL, PLUGIN, wants_rust_server
 from toolgap.settings import PREFIX, Settings, SettingsError, variable
+from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 CPU_PLUGIN = "toolgap_cpu"
@@ -157,7 +158,12 @@ def check_installation(installation: Installation, supported: Sequence[str]) -> 
 
 def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     """Findings about environment variables that a server would start with."""
-    return [*_check_settings(environ), *_check_plugin_list(environ), *_check_rust_server(environ)]
+    return [
+        *_check_settings(environ),
+        *_check_plugin_list(environ),
+        *_check_rust_server(environ),
+        *_check_app_path(environ),
+    ]
 
 
 def _check_settings(environ: Mapping[str, str]) -> list[Finding]:
@@ -212,6 +218,20 @@ def _check_rust_server(environ: Mapping[str, str]) -> list[Finding]:
             )
         ]
     return [_ok("http-server", "SGLang's Python HTTP server is in use.")]
+
+
+def _check_app_path(environ: Mapping[str, str]) -> list[Finding]:
+    app_path = environ.get(APP_PATH_VARIABLE, APP_PATH)
+    if app_path == APP_PATH:
+        return []
+    return [
+        _note(
+            "http-server",
+            f"{APP_PATH_VARIABLE} names {app_path}: with several tokenizer workers they serve that app, and "
+            "SGLang loads no plugins in them.",
+            f"Unset it, or let that app's module import {APP_PATH.partition(':')[0]} first.",
+        )
+    ]
 
 
 # ---- a server's set-up: SGLang's arguments ----
@@ -278,8 +298,10 @@ RULES = (
         "tokenizer_worker_num",
         _one,
         "There is one tokenizer worker.",
-        "There are {} tokenizer workers: SGLang loads no plugins in them, so the endpoint is not there.",
-        "Start SGLang with --tokenizer-worker-num 1, the default.",
+        "There are {} tokenizer workers: SGLang then asks nobody for a key on its own routes, clearing and "
+        "detaching storage among them (Toolgap's endpoint does ask), and a long poll may answer half a second late.",
+        "Start SGLang with --tokenizer-worker-num 1, the default, where others reach it.",
+        Level.NOTE,
     ),
     *(
         Rule(
@@ -299,10 +321,18 @@ RULES = (
     Rule(
         "disaggregation",
         "disaggregation_mode",
-        lambda value: value in (None, "null"),
+        lambda value: value in (None, "null", "prefill"),
         None,
         "The server is the {} half of a disaggregated one, and submits get 501.",
-        "Start SGLang without --disaggregation-mode.",
+        "Submit to the prefill server: it is the one that reads prefixes.",
+    ),
+    Rule(
+        "disaggregation",
+        "enable_pd_role_switch",
+        _off,
+        None,
+        "The server may become the decode half of a disaggregated one at run time, and submits get 501.",
+        "Start SGLang without --enable-pd-role-switch.",
     ),
     Rule(
         "speculation",
@@ -394,6 +424,7 @@ _SWITCHES = (
     ("--smg-grpc-mode",),
     ("--encoder-only",),
     ("--use-ray",),
+    ("--enable-pd-role-switch",),
 )
 _NUMBERS = (
     ("--tokenizer-worker-num",),

@@ -70,7 +70,7 @@ def register() -> None:
 
 def cpu_hooks() -> Sequence[CpuHook]:
     """The hooks of CPU mode. Imports torch."""
-    from toolgap.cpu import attention, transfers
+    from toolgap.cpu import attention, pinning, transfers
 
     return (
         *_host_pool_hooks(
@@ -140,6 +140,7 @@ def cpu_hooks() -> Sequence[CpuHook]:
             ),
             ("use_pynccl", "use_custom_allreduce"),
         ),
+        CpuHook("sglang.srt.lora.lora_manager.LoRAManager.__init__", "BEFORE", pinning.ignore_pinning, ()),
         CpuHook("torch.get_device_module", "AROUND", device_module, ("device",)),
         CpuHook("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", freeze_garbage, ()),
     )

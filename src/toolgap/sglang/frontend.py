@@ -6,16 +6,18 @@ import logging
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from toolgap import protocol
 from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, Target, decode_command
 from toolgap.settings import Settings
+from toolgap.sglang.internals import denied_status, http_workers, loaded_adapters
 from toolgap.sglang.messages import (
     CancelOperation,
     Describe,
@@ -171,6 +173,10 @@ class Frontend:
         @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
         async def hicache_prefetch(request: Request) -> Response:
             """Restore a prefix from storage into host memory: submit, status, cancel."""
+            # SGLang's middleware has asked already, but there is none with several tokenizer workers.
+            status = denied_status(request.method, request.url.path, request.headers.get("Authorization"))
+            if status is not None:
+                return JSONResponse({"error": HTTPStatus(status).phrase}, status)
             return await self.answer(request)
 
         self.server.app.add_api_route(protocol.PATH, hicache_prefetch, methods=["POST"])
@@ -245,10 +251,11 @@ class Frontend:
         if self._storage_changes:
             raise Refused(Code.STORAGE_REPLACED, "the storage backend is being replaced", retry_after_s=1.0)
         token_ids = await self._resolve(submit)
+        extra_key = self._resolve_extra_key(submit)
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
         order = Restore(
             operation_id=submit.operation_id or new_operation_id(),
-            extra_key=submit.extra_key,
+            extra_key=extra_key,
             cache_salt=submit.cache_salt,
             ttl_s=ttl_s,
             namespace=submit.namespace,
@@ -289,18 +296,54 @@ class Frontend:
             )
         return array("q", ids)
 
+    def _resolve_extra_key(self, submit: Submit) -> str | None:
+        """The extra key that SGLang gives a request with this extra key and adapter."""
+        if not submit.lora_path:  # as SGLang takes an empty one
+            return submit.extra_key
+        loaded = loaded_adapters(self.tokenizer_manager)
+        if loaded is None:
+            raise Refused(
+                Code.NOT_SUPPORTED,
+                f"LoRA adapter {submit.lora_path!r} was named, and the server runs without LoRA: start it with "
+                "--enable-lora",
+                field="lora_path",
+            )
+        lora_id = loaded.get(submit.lora_path)
+        if lora_id is None:
+            raise Refused(
+                Code.INVALID_FIELD,
+                f"no LoRA adapter {submit.lora_path!r} is loaded, so no KV of it can be found; loaded are: "
+                f"{', '.join(map(repr, loaded)) or 'none'}",
+                field="lora_path",
+            )
+        return (submit.extra_key or "") + lora_id
+
     async def _wait(self, request: Request, operation_id: str, wait_s: float) -> HicachePrefetchReqOutput:
         """Long poll: answer when the operation ends, when the time is up, or not at all if the client left."""
         with self.replies.waiting(operation_id) as ended:
             reply = await self.replies.ask(Describe(operation_id=operation_id))
-            if reply.status != 200 or reply.ended:
-                return reply
             async with _disconnection(request) as gone:
-                await asyncio.wait({ended, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                news: HicachePrefetchReqOutput = ended.result()
-                return news
-            return await self.replies.ask(Describe(operation_id=operation_id))
+                # News goes to the HTTP process that submitted the operation: where there are several,
+                # another one has to look again.
+                for pause_s in _pauses(wait_s) if http_workers() > 1 else (wait_s,):
+                    if reply.status != 200 or reply.ended or gone.done():
+                        break
+                    await asyncio.wait({ended, gone}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+                    if ended.done():
+                        news: HicachePrefetchReqOutput = ended.result()
+                        return news
+                    reply = await self.replies.ask(Describe(operation_id=operation_id))
+            return reply
+
+
+def _pauses(total_s: float) -> Iterator[float]:
+    """Pauses that add up to a total; the first ones are short, because most restores are."""
+    pause_s = 0.02
+    while total_s > 0:
+        pause_s = min(pause_s, total_s)
+        yield pause_s
+        total_s -= pause_s
+        pause_s = min(2 * pause_s, 0.5)
 
 
 def _refusal(refusal: Refused) -> HicachePrefetchReqOutput:

@@ -28,6 +28,7 @@ _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridC
 _BASE_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_LORA_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
 _RETRIES = "sglang.srt.mem_cache.storage_prefetch.StoragePrefetchRetries"
 
 INIT_COMMUNICATORS = f"{_TOKENIZER}.init_communicators"
@@ -91,8 +92,17 @@ _HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
         "texts",
         "is_cross_encoder",
     ),
+    f"{_LORA_REGISTRY}.get_all_adapters": ("self",),
     "sglang.srt.entrypoints.http_server.get_global_state": (),
     "sglang.srt.utils.auth.auth_level": ("level",),
+    "sglang.srt.utils.auth.decide_request_auth": (
+        "method",
+        "path",
+        "authorization_header",
+        "api_key",
+        "admin_api_key",
+        "auth_level",
+    ),
 }
 
 _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -222,6 +232,46 @@ def wants_hooks(process_title: str) -> bool:
     return not process_title.startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
 
 
+def http_workers() -> int:
+    """How many HTTP processes the server has. News of an operation reaches the one that submitted it."""
+    from sglang.srt.runtime_context import get_serving
+
+    return int(get_serving().tokenizer_worker_num)
+
+
+def denied_status(method: str, path: str, authorization: str | None) -> int | None:
+    """The status with which SGLang's own ``/hicache/*`` routes refuse such a caller; None if they do not.
+
+    With several tokenizer workers SGLang itself asks no caller for a key, on any route.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+    serving = get_serving()
+    decision = decide_request_auth(
+        method=method,
+        path=path,
+        authorization_header=authorization,
+        api_key=serving.api_key,
+        admin_api_key=serving.admin_api_key,
+        auth_level=AuthLevel.ADMIN_OPTIONAL,
+    )
+    return None if decision.allowed else int(decision.error_status_code)
+
+
+def loaded_adapters(tokenizer_manager: Any) -> dict[str, str] | None:
+    """In the HTTP process: ids of the loaded LoRA adapters by name; None on a server without LoRA.
+
+    SGLang appends the id to a request's extra key. An adapter gets another id each time it is loaded at
+    run time, so one that is not loaded now has no KV that a request could use. Looking counts as no use
+    of an adapter: SGLang may evict and unload it as if nothing had been asked.
+    """
+    if not tokenizer_manager.enable_lora:
+        return None
+    adapters = tokenizer_manager.lora_registry.get_all_adapters()
+    return {name: adapter.lora_id for name, adapter in adapters.items()}
+
+
 class Prefix(NamedTuple):
     """Exact token ids from position 0, as ``array('q')``, in their request-level namespace."""
 
@@ -324,8 +374,15 @@ class Engine:
         ):
             if size > 1:
                 return f"{what} is not supported by this release of toolgap"
-        if get_disagg().disaggregation_mode != "null":
-            return "prefill/decode disaggregation is not supported by this release of toolgap"
+        if get_disagg().disaggregation_mode not in ("null", "prefill"):
+            return (
+                f"this is the {get_disagg().disaggregation_mode} half of a disaggregated server, on which restores are "
+                "not supported by this release of toolgap: submit to the prefill server"
+            )
+        if get_disagg().enable_pd_role_switch:
+            return (
+                "switching between prefill and decode at run time is not supported by this release of toolgap"
+            )
         if not scheduler.enable_hierarchical_cache:
             return "the server has no hierarchical cache: start it with --enable-hierarchical-cache"
         if not isinstance(cache, UnifiedRadixCache) or cache.cache_controller is None:
@@ -367,7 +424,9 @@ class Engine:
     @property
     def free_of_requests(self) -> bool:
         """Whether no request runs or waits (one that waits does not count during a pause)."""
-        return bool(self.scheduler.is_fully_idle(for_health_check=True, ignore_waiting=self.paused))
+        idle = self.scheduler.is_fully_idle(for_health_check=True, ignore_waiting=self.paused)
+        # A health check looks away from these, a flush does not.
+        return bool(idle) and not self._bootstrapping and not self.scheduler.disagg_prefill_inflight_queue
 
     @property
     def flush_pending(self) -> bool:
@@ -706,12 +765,22 @@ class Engine:
 
     # ---- ordinary requests ----
 
+    @property
+    def _bootstrapping(self) -> list[Any]:
+        """On a prefill server: requests that are not scheduled before their decode server is ready."""
+        queue = self.scheduler.disagg_prefill_bootstrap_queue
+        return [] if queue is None else list(queue.queue)
+
+    def _waiting_requests(self) -> list[Any]:
+        """Requests that are not scheduled yet."""
+        return [*self.scheduler.waiting_queue, *self._bootstrapping]
+
     def ordinary_reads(self) -> Iterator[OrdinaryRead]:
         """Reads in flight of requests that are waiting to be scheduled."""
         reading = {handle for handle in self.cache.ongoing_prefetch if not handle.rid.startswith("toolgap-")}
         if not reading:
             return
-        for request in self.scheduler.waiting_queue:
+        for request in self._waiting_requests():
             if request.cache_request_handle in reading:
                 yield OrdinaryRead(
                     request.cache_request_handle,
@@ -724,13 +793,13 @@ class Engine:
             request.cache_request_handle: Prefix(
                 request.full_untruncated_fill_ids, request.extra_key, request.cache_salt
             )
-            for request in self.scheduler.waiting_queue
+            for request in self._waiting_requests()
             if request.cache_request_handle in handles
         }
 
     def refetch(self, handles: set[Any]) -> None:
         """Let waiting requests match again and read what is still missing."""
-        for request in list(self.scheduler.waiting_queue):
+        for request in self._waiting_requests():
             if request.cache_request_handle in handles:
                 self.scheduler._prefetch_kvcache(request)
 

@@ -16,6 +16,11 @@ logger = logging.getLogger(__name__)
 
 ENDPOINT = f"POST {PATH}"
 
+APP_PATH_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
+"""SGLang's, which names the app of a server with several tokenizer workers, and is read in no other."""
+
+APP_PATH = "toolgap.sglang.workers:app"
+
 
 class Hook(NamedTuple):
     """One place in SGLang where Toolgap acts."""
@@ -56,6 +61,8 @@ def register() -> None:
     frontend.configure(settings, lambda: internals.unapplied(targets))
     for hook in table:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    # An app that the operator chose stays; `toolgap doctor` says what it has to do.
+    os.environ.setdefault(APP_PATH_VARIABLE, APP_PATH)
 
 
 def _may_serve_http() -> bool:

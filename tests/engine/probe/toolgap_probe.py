@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _SOCKET = os.environ.get("TOOLGAP_PROBE_SOCKET")
+_TRANSFER = os.environ.get("TOOLGAP_PROBE_TRANSFER")
+"""A file: while it exists, no decode server answers. Set, KV goes to none: SGLang's own fake transfer."""
 _local = threading.local()
 _host_locks = 0
 
@@ -42,6 +44,10 @@ def register() -> None:
         _http_state,
         HookType.AROUND,
     )
+    if _TRANSFER:
+        utils, fake = "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.fake.conn.FakeKVSender"
+        HookRegistry.register(f"{utils}.get_kv_class", _get_kv_class, HookType.AROUND)
+        HookRegistry.register(f"{fake}.poll", _poll_transfer, HookType.AROUND)
 
 
 def _change_signature(target: str) -> None:
@@ -81,6 +87,24 @@ def _batch_exists(original: Any, backend: Any, keys: list[str], *args: Any, **kw
     return original(backend, keys, *args, **kwargs)
 
 
+def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """What SGLang takes for a request with a fake peer, for every request: no transfer library is needed."""
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+
+    if class_type is KVClassType.BOOTSTRAP_SERVER:
+        return CommonKVBootstrapServer
+    return original(TransferBackend.FAKE, class_type)
+
+
+def _poll_transfer(original: Any, sender: Any) -> Any:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    if _TRANSFER and not sender.inited and Path(_TRANSFER).exists():
+        return KVPoll.Bootstrapping
+    return original(sender)
+
+
 def _locked(_result: Any, *_args: Any, **_kwargs: Any) -> None:
     global _host_locks
     _host_locks += 1
@@ -109,6 +133,7 @@ def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
     output.internal_state["toolgap_probe"] = {
         "problem": problem,
         "host_locks": _host_locks,
+        "bootstrapping": len(getattr(scheduler.disagg_prefill_bootstrap_queue, "queue", ())),
         "handles": len(getattr(cache, "prefetch_loaded_tokens_by_reqid", ()))
         + len(getattr(cache, "_storage_prefetch_wait", ())),
         "resident_kib": _resident_kib(),
@@ -122,6 +147,7 @@ async def _http_state(original: Any, *args: Any) -> Any:
     states = await original(*args)
     assert frontend._frontend is not None
     states[0]["toolgap_probe"]["waiting_calls"] = frontend._frontend.replies.pending
+    states[0]["toolgap_probe"]["http_pid"] = os.getpid()
     return states
 
 
