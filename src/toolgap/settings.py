@@ -38,12 +38,18 @@ class Settings:
         0.5, "Share of host memory (L2) that active operations may read into.", above=True, high=1
     )
     piece_tokens: int = _setting(
-        4096,
+        8192,
         "A longer restore is read in pieces of so many tokens, so that other reads get in between.",
         low=1,
     )
     reads_at_once: int = _setting(
         2, "Pieces that operations may have with SGLang's storage threads at once.", low=1, high=4096
+    )
+    switch_interval_s: float = _setting(
+        0.0005,
+        "While operations are active: how long SGLang's storage threads may keep its scheduler waiting for Python's "
+        "interpreter, or the other way round (`sys.setswitchinterval`); 0 leaves it as it is.",
+        high=1,
     )
     lease_share: float = _setting(
         0.25, "Share of host memory (L2) that leases may hold; 0 refuses leases.", high=1

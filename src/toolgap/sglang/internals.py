@@ -714,7 +714,7 @@ class Engine:
 
     def hold_waiting(self, holds: list[Hold]) -> None:
         """Hold what requests that wait to be scheduled have in host memory, and add it to a list."""
-        for request in self.scheduler.waiting_queue:
+        for request in self._waiting_requests():
             if request.host_hit_length > 0:
                 prefix = Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
                 if (hold := self.hold(self.match(prefix))) is not None:

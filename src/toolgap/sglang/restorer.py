@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import sys
 import time
 import uuid
 from array import array
@@ -114,6 +115,8 @@ class Restorer:
         self.load: Load | None = None
         """The last promotion: a batch that starts while it goes on waits for its layers."""
         self._arrivals = itertools.count()
+        self._switch_interval_s: float | None = None
+        """Python's own, while ours is in force."""
         self.weights_epoch = 0
         self.stale_cache = False
         self.stale_storage = False
@@ -226,6 +229,7 @@ class Restorer:
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.metrics.accepted(operation)
+        self._set_pace()
         self._place(work)
         self._dispatch()
         self._sample()
@@ -521,6 +525,19 @@ class Restorer:
             self.metrics.recovered()
         self._sample()
 
+    def _set_pace(self) -> None:
+        """While operations are active, let threads take turns in the interpreter more often.
+
+        SGLang's storage threads run Python in the scheduler's process. At Python's own interval, 5 ms, each
+        step of the scheduler may wait as long for the interpreter, and each step of a read for the scheduler.
+        """
+        if self.work and self._switch_interval_s is None and self.settings.switch_interval_s:
+            self._switch_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switch_interval_s, self.settings.switch_interval_s))
+        elif not self.work and self._switch_interval_s is not None:
+            sys.setswitchinterval(self._switch_interval_s)
+            self._switch_interval_s = None
+
     def _sample(self) -> None:
         self.metrics.sample(
             active=len(self.work),
@@ -653,6 +670,7 @@ class Restorer:
         work.read = work.leader = work.leading_request = work.promotion = None
         forgotten = self.log.end(operation, state, reason)
         self._settle_memory(work)
+        self._set_pace()
         self.metrics.ended(operation, self.engine.token_bytes)
         if unused_tokens := sum(self.usage.forget(outcome) for outcome in forgotten):
             self.metrics.wasted(unused_tokens)
@@ -878,6 +896,7 @@ class Restorer:
                 self.log.end(work.operation, State.FAILED, Reason.INTERNAL_ERROR)
                 self._tell(work)
         self.work.clear()
+        self._set_pace()
         self.joins.clear()
         self.engine.own_tokens = 0
         self.load = None

@@ -29,7 +29,8 @@ WITHOUT, WITH = "without", "with"
 MAX_LATE_MS = 50.0
 """At the median; the client is the bottleneck if requests leave later."""
 
-WARM_UP_REQUESTS = 2
+WARM_UP_REQUESTS = 8
+"""Side by side, as many as a burst may bring: kernels are compiled for numbers of requests."""
 
 
 class Traffic(NamedTuple):
