@@ -4,7 +4,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench verify-evidence test test-unit test-engine lint format typecheck docs docs-check clean
+.PHONY: help env demo bench verify-evidence test test-unit test-engine soak lint format typecheck docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ test-unit: ## Run the tests that start no SGLang server: half a minute
 test-engine: ## Run the tests that drive real SGLang servers on the CPU
 	@scripts/test -m engine
 
+soak: env ## Random work and every fault at once on a real server, SOAK_S seconds (120); report in soak-output/
+	@cd tests/engine && PATH="$(CURDIR)/.venv/bin:$$PATH" ../../.venv/bin/python soak.py --output ../../soak-output
+
 lint: ## Check style, formatting and types
 	@scripts/lint
 
@@ -47,4 +50,4 @@ docs-check: env ## Check those pages, and the links, headings and make targets i
 	@.venv/bin/python scripts/docs_check.py
 
 clean: ## Remove .venv, caches and build output; the shared environment stays
-	rm -rf .venv build dist demo-output bench-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist demo-output bench-output soak-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from harness import ADMIN_KEY, PAGE, Server, until
 from toolgap.client import ToolgapError
 from toolgap.cpu.model import build_tiny_model
 from toolgap.protocol import Code, State, Target
+
+ARGUMENTS = ("--max-total-tokens", "4096")
+"""L1; L2 is twice that, and the prompts are five times as much together."""
 
 ENVIRONMENT = {
     "TOOLGAP_PIECE_TOKENS": "1024",
@@ -48,10 +51,14 @@ EXPECTED_LOG = tuple(
         r"[Aa]ttach|[Dd]etach|storage backend|HiCacheFile|HiCache storage",
         r"scheduler is not idle|not idle",
         r"abort|Abort|disconnected",
+        r"freeze_gc|/v1/responses|Connection refused|direct cause of|urllib3",
         r"[Ww]arm|deprecat|Deprecat|FutureWarning|UserWarning|torch_dtype",
     )
 )
 """Warnings and errors that faults explain, or that SGLang prints on any start on a CPU."""
+
+FLAT_KIB = 64 * 1024
+"""What the scheduler's memory may grow by over all cycles but the first tenth."""
 
 _COMPLAINT = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|Traceback|Error:|Exception:|assert", re.IGNORECASE)
 _TOOLGAP_FAULT = re.compile(r"toolgap: (a fault|a request failed|a call failed|could not)")
@@ -66,9 +73,12 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.over = threading.Event()
-        self.storing = threading.RLock()
-        """Held while storage is changed, so that one such change is made at a time."""
-        self.prompts = [self._prompt(pages) for pages in (20, 30, 40, 60, 80, 100, 150, 180)]
+        self.busy = threading.Event()
+        """Cleared while clients hold back, so that a change can be made which SGLang makes only if idle."""
+        self.busy.set()
+        self.prompts = [
+            self._prompt(pages) for pages in (20, 30, 40, 60, 80, 100, 150, 180, 170, 160, 140, 130)
+        ]
         # Some share their beginnings, as turns of one conversation do.
         self.prompts += [self.prompts[7][: 100 * PAGE], self.prompts[7] + self._prompt(30)]
         self.prompts += [self.prompts[5][: 50 * PAGE] + self._prompt(40), self._prompt(90)]
@@ -93,6 +103,7 @@ class Soak:
             (self.look, 1),
         ]
         while not self.over.is_set():
+            self.busy.wait()
             [action] = chance.choices([a for a, _ in actions], [weight for _, weight in actions])
             try:
                 action(chance)
@@ -119,7 +130,7 @@ class Soak:
             fields["lease_s"] = chance.choice([0.5, 5.0, 60.0])
         pages = chance.randint(1, len(prompt) // PAGE)
         status = self.server.toolgap.submit(input_ids=prompt[: pages * PAGE], **fields)
-        self.operations = [*self.operations[-200:], status.operation_id]
+        self.operations = [*self.operations[-30:], status.operation_id]
 
     def _operation(self, chance: random.Random) -> str:
         return chance.choice(self.operations or ["none"])
@@ -177,9 +188,21 @@ class Soak:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told at the end
                 self.problems.append(f"{fault.__name__}: {type(error).__name__}: {error}"[:400])
 
-    def flush(self, _chance: random.Random) -> None:
+    @contextlib.contextmanager
+    def calm(self, chance: random.Random) -> Iterator[None]:
+        """Two times of three, clients hold back meanwhile; what runs goes on."""
+        if chance.random() < 0.67:
+            self.busy.clear()
+            self.over.wait(chance.uniform(0.0, 2.0))
+        try:
+            yield
+        finally:
+            self.busy.set()
+
+    def flush(self, chance: random.Random) -> None:
         """Drop L1 and L2; refused while requests run or a call hangs."""
-        self.counts[f"flush: {self.server.http.post('/flush_cache').status_code}"] += 1
+        with self.calm(chance):
+            self.counts[f"flush: {self.server.http.post('/flush_cache').status_code}"] += 1
 
     def fail(self, chance: random.Random) -> None:
         """Storage raises for a moment."""
@@ -206,18 +229,20 @@ class Soak:
         self.over.wait(chance.uniform(4.0, 9.0))
         self.server.probe.let_go()
 
-    def replace(self, _chance: random.Random) -> None:
+    def replace(self, chance: random.Random) -> None:
         """Detach storage and attach it again; SGLang refuses unless it is idle."""
-        with self.storing:
+        with self.calm(chance):
             headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
             detached = self.server.http.delete("/hicache/storage-backend", headers=headers)
             self.counts[f"detach: {detached.status_code}"] += 1
             if detached.status_code == 200:
+                self.over.wait(chance.uniform(0.0, 0.3))
                 self.attach()
 
     def attach(self) -> None:
         """Attach storage again, once SGLang is idle."""
         body = {"hicache_storage_backend": "file"}
+        self.busy.clear()
         until(
             "storage is attached",
             lambda: self.server.http.put("/hicache/storage-backend", json=body).status_code == 200,
@@ -248,6 +273,7 @@ class Soak:
                 done = sum(self.counts[name] for name in ("submit", "cancel", "generate"))
                 print(f"{elapsed:6.0f} s  {done} calls, {len(self.problems)} problems", flush=True)  # noqa: T201
         self.over.set()
+        self.busy.set()
         for thread in threads:
             thread.join(120.0)
         if any(thread.is_alive() for thread in threads):
@@ -262,6 +288,27 @@ class Soak:
             "problems": self.problems,
             "unexplained_log_lines": self.unexplained_lines(),
         }
+
+    def cycle(self, cycles: int, progress: bool = False) -> list[int]:
+        """Submit and cancel so many times; returns the scheduler's memory in KiB, ten times on the way."""
+        server = self.server
+        before, kib = server.baseline(), []
+        for number in range(cycles):
+            prompt = self.prompts[number % len(self.prompts)]
+            operation_id = server.toolgap.submit(input_ids=prompt).operation_id
+            server.toolgap.cancel(operation_id)
+            if not server.ended(operation_id).state.terminal:
+                self.problems.append(f"cycle {number} did not end")
+            if number % 50 == 49:
+                server.flush()
+            if number % (cycles // 10) == cycles // 10 - 1:
+                kib.append(server.state()["resident_kib"])
+                if progress:
+                    print(f"{number + 1:6} submits and cancels, {kib[-1]} KiB", flush=True)  # noqa: T201
+        server.check_back_at(before)
+        if kib and kib[-1] - kib[0] > FLAT_KIB:
+            self.problems.append(f"memory grew over {cycles} submits and cancels: {kib} KiB")
+        return kib
 
     def _look_at_the_end(self, before: dict[str, int]) -> None:
         server = self.server
@@ -304,13 +351,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_S", "120")))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("SOAK_SEED", "0")))
+    parser.add_argument("--cycles", type=int, default=int(os.environ.get("SOAK_CYCLES", "1000")))
     parser.add_argument("--output", type=Path, help="folder for the report and the server's log")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = build_tiny_model(Path(folder) / "model")
-        with Server(model, Path(folder) / "server", environment=ENVIRONMENT) as server:
+        with Server(model, Path(folder) / "server", ARGUMENTS, environment=ENVIRONMENT) as server:
             soak = Soak(server, options.seed)
             report = {"seed": options.seed} | soak.run(options.seconds, progress=True)
+            report |= {"cycles": options.cycles, "cycles_kib": soak.cycle(options.cycles, progress=True)}
             text = json.dumps(report, indent=2)
             print(text)  # noqa: T201
             if options.output is not None:

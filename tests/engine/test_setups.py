@@ -1,11 +1,15 @@
 """Servers on which restores cannot work say so; servers that die start clean."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import Prompt
-from harness import PAGE, Server
+from harness import PAGE, Server, until
 
+from toolgap.client import ToolgapUnreachable
 from toolgap.protocol import Code, State
 
 pytestmark = pytest.mark.engine
@@ -30,6 +34,24 @@ def test_a_server_killed_in_a_restore_starts_clean_and_restores_again(
         answer = server.generate(prefix + [5])
         assert answer.sources == (0, 200 * PAGE, 0)
         assert answer.output_ids == recomputed.output_ids
+
+
+def test_a_scheduler_killed_in_a_restore_takes_the_server_with_it_and_nobody_hangs(
+    model: Path, tmp_path: Path, prompt: Prompt
+) -> None:
+    prefix = prompt(40 * PAGE)
+    with Server(model, tmp_path, spawn=True) as server:
+        server.store(prefix + [5])
+        with server.probe.hold("get") as wait_until_held, ThreadPoolExecutor() as pool:
+            operation_id = server.toolgap.submit(input_ids=prefix).operation_id
+            wait_until_held()
+            poll = pool.submit(server.toolgap.status, operation_id, 120.0)
+            until("the poll waits", lambda: server.state()["waiting_calls"] == 1)
+            os.kill(server.state()["scheduler_pid"], signal.SIGKILL)
+            with pytest.raises(ToolgapUnreachable):
+                poll.result(60.0)
+        with pytest.raises(ToolgapUnreachable):
+            server.toolgap.overview()
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
         "handles": len(getattr(cache, "prefetch_loaded_tokens_by_reqid", ()))
         + len(getattr(cache, "_storage_prefetch_wait", ())),
         "resident_kib": _resident_kib(),
+        "scheduler_pid": os.getpid(),
     }
     return output
 
