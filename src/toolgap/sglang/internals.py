@@ -121,6 +121,7 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
     CHECK_PROGRESS: ("self", "request"),
     RELEASE_ABORTED: ("self", "request"),
     RESET: ("self",),
+    f"{_CACHE}._all_reduce": ("self", "data", "tp_reduce_op"),
     f"{_CACHE}.match_prefix": ("self", "params"),
     f"{_CACHE}.finish": ("self", "handle", "outcome"),
     f"{_CACHE}.is_backuped": ("self", "node_id"),
@@ -565,6 +566,38 @@ class Engine:
         return budget_s * 10 if self.prefetch_policy == "wait_complete" else budget_s
 
     # ---- control ----
+
+    def any_rank(self, flags: list[bool]) -> list[bool]:
+        """Element by element, whether a flag is set on any rank; the same answer on every rank.
+
+        A collective: every rank that shares this cache's decisions must call it at the same place, with
+        as many flags, in the scheduler's thread. A replica of data parallelism asks itself only.
+
+        With pipeline parallelism the answer is that of the first stage's ranks, and later stages take it
+        over as it is: they handle each message after the first stage did, so that it cannot wait for their
+        flags. A later stage that must wait for a thread of its own does so by itself, without a decision.
+        """
+        if not flags or not self.has_several_ranks:
+            return flags
+        import torch
+
+        data = torch.tensor(flags, dtype=torch.int64, device="cpu")
+        self.cache._all_reduce(data, torch.distributed.ReduceOp.MAX)
+        return [bool(flag) for flag in data.tolist()]
+
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether other processes take the same decisions at the same step."""
+        return bool(self.cache.tp_world_size > 1 or self.cache.pp_size > 1)
+
+    @property
+    def may_drain(self) -> bool:
+        """Whether :meth:`drain` may be repeated while a message is handled.
+
+        With pipeline parallelism it may not: each pass waits until the next stage has taken part in the
+        last one, and that stage gets the message only once this one is done with it.
+        """
+        return bool(self.cache.pp_size == 1)
 
     def drain(self) -> None:
         """One pass over SGLang's asynchronous HiCache events. A collective on several ranks."""
