@@ -44,6 +44,7 @@ class Operation:
     ttl_s: float
     submitted_ts: float = 0.0
     """Unix time, for people and for comparing with an engine's own times."""
+    dp_rank: int | None = None
     accepted_at: float = 0.0
     ended_at: float | None = None
     state: State = State.QUERYING
@@ -87,6 +88,7 @@ class Operation:
             first_read_s=self._since_acceptance(self.first_read_at),
             read_s=self._since_acceptance(self.read_at),
             namespace=self.namespace,
+            dp_rank=self.dp_rank,
         )
 
     def _since_acceptance(self, at: float | None) -> float | None:

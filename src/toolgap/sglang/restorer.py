@@ -220,6 +220,7 @@ class Restorer:
             aligned_tokens=self.engine.align(len(token_ids)),
             ttl_s=order.ttl_s,
             submitted_ts=time.time(),
+            dp_rank=order.dp_rank,
         )
         match = self.engine.match(prefix)
         operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
@@ -614,7 +615,7 @@ class Restorer:
         the change as it would for an ordinary request's read.
         """
         self._stop_all(Stop(State.CANCELLED, reason))
-        for _ in range(_DRAIN_PASSES):
+        for _ in range(_DRAIN_PASSES if self.engine.may_drain else 0):
             if self.quiet:
                 return
             self.engine.drain()
@@ -724,6 +725,7 @@ class Restorer:
                 waiting_joins=len(self.joins),
                 stalled_reads=self._stalled_calls(),
                 paused=engine.paused,
+                dp_rank=engine.dp_rank,
             ),
         )
 

@@ -16,6 +16,8 @@ from typing import Any
 _SOCKET = os.environ.get("TOOLGAP_PROBE_SOCKET")
 _local = threading.local()
 _host_locks = 0
+_states = 0
+"""How often this process was asked for its state: the same on every rank, since all get every message."""
 
 
 def register() -> None:
@@ -23,7 +25,11 @@ def register() -> None:
 
     if target := os.environ.get("TOOLGAP_PROBE_CHANGE"):
         _change_signature(target)
-    if (target := os.environ.get("TOOLGAP_PROBE_CHANGE_IN_SCHEDULER")) and multiprocessing.parent_process():
+    if (
+        (target := os.environ.get("TOOLGAP_PROBE_CHANGE_IN_SCHEDULER"))
+        and multiprocessing.parent_process()
+        and _is_to_be_changed()
+    ):
         _change_signature(target)
     if not _SOCKET:
         return
@@ -41,6 +47,22 @@ def register() -> None:
         _http_state,
         HookType.AROUND,
     )
+
+
+def _is_to_be_changed() -> bool:
+    """Of several schedulers, only the first one if the test wants that."""
+    once = os.environ.get("TOOLGAP_PROBE_CHANGE_ONCE")
+    if once is None:
+        return True
+    import setproctitle
+
+    if setproctitle.getproctitle().startswith(("sglang::data_parallel", "sglang::detokenizer")):
+        return False
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def _change_signature(target: str) -> None:
@@ -61,10 +83,21 @@ def _ask(call: str, detail: str) -> str:
         connection.connect(_SOCKET)  # type: ignore[arg-type]
         _local.stream = connection.makefile("rw")
     try:
-        print(json.dumps({"call": call, "detail": detail}), file=_local.stream, flush=True)
+        message = {"call": call, "detail": detail, "rank": _rank()}
+        print(json.dumps(message), file=_local.stream, flush=True)
         return _local.stream.readline().strip() or "go"
     except (OSError, ValueError):
         return "go"  # the test is over
+
+
+def _rank() -> int:
+    """This process among all that hold a part of the cache: replicas first, then stages, then tensor ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(
+        ((parallel.dp_rank or 0) * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
+    )
 
 
 def _get(original: Any, backend: Any, key: str, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +126,8 @@ def _unlocked(_result: Any, *_args: Any, **_kwargs: Any) -> None:
 def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
     from toolgap.sglang import hooks
 
+    global _states
+    _states += 1
     problem = None
     try:
         if hooks._restorer is not None:
@@ -100,14 +135,44 @@ def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
     except AssertionError as error:
         problem = f"{type(error).__name__}: {error}"
     cache = scheduler.tree_cache
-    output.internal_state["toolgap_probe"] = {
+    restorer = hooks._restorer
+    state = {
+        "number": _states,
+        "pid": os.getpid(),
+        "dp_rank": None if restorer is None else restorer.engine.dp_rank,
+        "agreed": {} if restorer is None or restorer.engine.obstacle() else _agreed(restorer),
         "problem": problem,
         "host_locks": _host_locks,
         "handles": len(getattr(cache, "prefetch_loaded_tokens_by_reqid", ()))
         + len(getattr(cache, "_storage_prefetch_wait", ())),
         "resident_kib": _resident_kib(),
     }
+    _ask("state", json.dumps(state))
+    output.internal_state["toolgap_probe"] = state
     return output
+
+
+def _agreed(restorer: Any) -> dict[str, Any]:
+    """What all ranks of a replica must have in common."""
+    engine = restorer.engine
+    return {
+        "operations": {
+            operation.operation_id: [
+                operation.state,
+                operation.reason,
+                operation.resident_tokens,
+                operation.read_tokens,
+                operation.inserted_tokens,
+                operation.joined_requests,
+            ]
+            for operation in (restorer.log.active | restorer.log.outcomes).values()
+        },
+        "joins": sorted(handle.rid for handle in restorer.joins),
+        "namespace": restorer.namespace,
+        "own_tokens": engine.own_tokens,
+        "occupied_tokens": engine.prefetch_occupied_tokens,
+        "host_free_tokens": engine.host_free_tokens,
+    }
 
 
 async def _http_state(original: Any, *args: Any) -> Any:
