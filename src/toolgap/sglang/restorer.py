@@ -239,7 +239,8 @@ class Restorer:
             self._check_budget(wanted_tokens)
         else:
             self._check_budget(0)
-        request.token_ids = b""  # kept for its return address only
+        # Kept for its return address only. SGLang still has to pass the message itself on to the next stage.
+        work.request = msgspec.structs.replace(request, token_ids=b"")
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         try:
