@@ -287,14 +287,22 @@ RULES = (
             argument,
             _one,
             None,
-            f"{what} is {{}}: this release of Toolgap restores on one rank only, and submits get 501.",
+            f"{what} is {{}}: this release of Toolgap does not support it, and submits get 501.",
             f"Start SGLang with --{argument.replace('_', '-')} 1.",
         )
         for argument, what in (
-            ("tp_size", "Tensor parallelism"),
-            ("pp_size", "Pipeline parallelism"),
-            ("dp_size", "Data parallelism"),
+            ("attn_dp_size", "Attention data parallelism"),
+            ("attn_cp_size", "Attention context parallelism"),
+            ("dcp_size", "Decode context parallelism"),
         )
+    ),
+    Rule(
+        "parallelism",
+        "enable_dp_attention",
+        _off,
+        None,
+        "Attention is data parallel: this release of Toolgap does not support it, and submits get 501.",
+        "Start SGLang without --enable-dp-attention.",
     ),
     Rule(
         "disaggregation",
@@ -394,12 +402,16 @@ _SWITCHES = (
     ("--smg-grpc-mode",),
     ("--encoder-only",),
     ("--use-ray",),
+    ("--enable-dp-attention",),
 )
 _NUMBERS = (
     ("--tokenizer-worker-num",),
     ("--tp-size", "--tensor-parallel-size"),
     ("--pp-size", "--pipeline-parallel-size"),
     ("--dp-size", "--data-parallel-size"),
+    ("--attn-dp-size", "--attention-data-parallel-size"),
+    ("--attn-cp-size", "--attention-context-parallel-size"),
+    ("--dcp-size", "--decode-context-parallel-size"),
     ("--page-size",),
 )
 _TEXTS = (

@@ -616,7 +616,9 @@ class Restorer:
         the change as it would for an ordinary request's read.
         """
         self._stop_all(Stop(State.CANCELLED, reason))
-        for _ in range(_DRAIN_PASSES if self.engine.may_drain else 0):
+        if not self.engine.may_drain:
+            return
+        for _ in range(_DRAIN_PASSES):
             if self.quiet:
                 return
             self.engine.drain()
