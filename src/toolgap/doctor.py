@@ -291,18 +291,9 @@ RULES = (
             f"Start SGLang with --{argument.replace('_', '-')} 1.",
         )
         for argument, what in (
-            ("attn_dp_size", "Attention data parallelism"),
             ("attn_cp_size", "Attention context parallelism"),
             ("dcp_size", "Decode context parallelism"),
         )
-    ),
-    Rule(
-        "parallelism",
-        "enable_dp_attention",
-        _off,
-        None,
-        "Attention is data parallel: this release of Toolgap does not support it, and submits get 501.",
-        "Start SGLang without --enable-dp-attention.",
     ),
     Rule(
         "disaggregation",
@@ -402,14 +393,12 @@ _SWITCHES = (
     ("--smg-grpc-mode",),
     ("--encoder-only",),
     ("--use-ray",),
-    ("--enable-dp-attention",),
 )
 _NUMBERS = (
     ("--tokenizer-worker-num",),
     ("--tp-size", "--tensor-parallel-size"),
     ("--pp-size", "--pipeline-parallel-size"),
     ("--dp-size", "--data-parallel-size"),
-    ("--attn-dp-size", "--attention-data-parallel-size"),
     ("--attn-cp-size", "--attention-context-parallel-size"),
     ("--dcp-size", "--decode-context-parallel-size"),
     ("--page-size",),

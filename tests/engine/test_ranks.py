@@ -5,8 +5,10 @@ and what it returns. The probe tells every rank's own view besides, and the harn
 """
 
 import contextlib
+import json
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,24 +40,45 @@ TOPOLOGIES = {
     "pp2": ("--pp-size", "2"),
     "tp2-pp2": ("--tp-size", "2", "--pp-size", "2"),
     "dp2": ("--dp-size", "2"),
+    "attn-dp2": ("--tp-size", "2", "--attn-dp-size", "2"),
 }
 SHARDED = pytest.mark.parametrize("ranks_server", ["tp2", "pp2"], indirect=True)
 EVERY_SHAPE = pytest.mark.parametrize("ranks_server", ["tp2", "pp2", "tp2-pp2"], indirect=True)
 REPLICATED = pytest.mark.parametrize("ranks_server", ["dp2"], indirect=True)
+APART = pytest.mark.parametrize("ranks_server", ["dp2", "attn-dp2"], indirect=True)
+"""Replicas and groups of data-parallel attention; the latter take each step together."""
 
 
 @pytest.fixture(scope="module")
 def ranks_server(
     model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "attn-dp2":
+        model = build_tiny_qwen3(model, folder / "model")
     with Server(
         model,
-        tmp_path_factory.mktemp(request.param),
+        folder,
         arguments=TOPOLOGIES[request.param],
         environment=ENVIRONMENT,
         ranks=4 if request.param == "tp2-pp2" else 2,
     ) as server:
         yield server
+
+
+def build_tiny_qwen3(llama: Path, folder: Path) -> Path:
+    """A model of the tiny one's shape, of an architecture that SGLang can run with data-parallel attention."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shutil.copytree(llama, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shape = json.loads((llama / "config.json").read_text())
+    shared = {name: shape[name] for name in Qwen3Config().to_dict() if name in shape}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**shared | {"model_type": "qwen3", "architectures": None})).save_pretrained(
+        folder
+    )
+    return folder
 
 
 @pytest.fixture
@@ -361,7 +384,7 @@ def test_ranks_agree_on_the_namespace_after_an_update_of_the_weights(ranks: Serv
 # ---- replicas ----
 
 
-@REPLICATED
+@APART
 @pytest.mark.parametrize("routed_dp_rank", [None, 2, 7])
 def test_a_submit_names_its_replica(ranks: Server, prompt: Prompt, routed_dp_rank: int | None) -> None:
     with pytest.raises(ToolgapError, match=r"2 replicas.*same routed_dp_rank with /generate") as refused:
@@ -375,7 +398,7 @@ def test_a_submit_names_its_replica(ranks: Server, prompt: Prompt, routed_dp_ran
     assert not ranks.toolgap.overview().active
 
 
-@REPLICATED
+@APART
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_restore_serves_its_own_replica_only(ranks: Server, prompt: Prompt, replica: int) -> None:
     prefix, other = prompt(40 * PAGE), 1 - replica
@@ -397,7 +420,7 @@ def test_a_restore_serves_its_own_replica_only(ranks: Server, prompt: Prompt, re
     assert set(ranks.probe.reads_of(replica).values()) == {1}
 
 
-@REPLICATED
+@APART
 def test_operations_of_all_replicas_are_found_by_id_and_listed(ranks: Server, prompt: Prompt) -> None:
     prefixes = [prompt(40 * PAGE) for _ in range(2)]
     for replica, prefix in enumerate(prefixes):
@@ -432,7 +455,7 @@ def test_operations_of_all_replicas_are_found_by_id_and_listed(ranks: Server, pr
         assert refused.value.status_code == 404
 
 
-@REPLICATED
+@APART
 def test_an_id_on_two_replicas_is_two_operations(ranks: Server, prompt: Prompt) -> None:
     prefix = prompt(40 * PAGE)
     ranks.store(prefix + [5], routed_dp_rank=0)
@@ -449,7 +472,7 @@ def test_an_id_on_two_replicas_is_two_operations(ranks: Server, prompt: Prompt) 
     assert ranks.ended("thrice").dp_rank is not None
 
 
-@REPLICATED
+@APART
 @pytest.mark.parametrize("replica", [0, 1])
 def test_an_early_continuation_waits_on_its_replica(
     ranks: Server, prompt: Prompt, pool: ThreadPoolExecutor, replica: int
@@ -497,7 +520,7 @@ def test_a_replica_that_does_not_answer_is_busy_and_its_late_reply_is_nobodys(
     assert refused.value.status_code == 404
 
 
-@REPLICATED
+@APART
 def test_memory_is_released_once_every_replica_is_quiet(
     ranks: Server, prompt: Prompt, pool: ThreadPoolExecutor
 ) -> None:

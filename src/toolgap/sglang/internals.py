@@ -210,7 +210,7 @@ def relays_to_replicas(process_title: str) -> bool:
 
 
 def replicas() -> int:
-    """Replicas behind this HTTP process, each with a cache of its own."""
+    """Replicas, or groups of data-parallel attention, behind this HTTP process: each has a cache of its own."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().num_dp_ranks)
@@ -225,7 +225,6 @@ def parallel_obstacle() -> str | None:
 
     parallel = get_parallel()
     for present, what in (
-        (parallel.attn_dp_enabled, "data-parallel attention"),
         (parallel.attn_cp_size > 1, "context parallelism"),
         (parallel.dcp_size > 1, "decode context parallelism"),
     ):
@@ -340,10 +339,12 @@ class Engine:
 
     @property
     def dp_rank(self) -> int | None:
-        """Which replica of data parallelism this is; None if there is one only."""
+        """Which replica or attention group of data parallelism this is; None if there is one only."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
+        if parallel.attn_dp_enabled:
+            return int(parallel.attn_dp_rank)
         return int(parallel.dp_rank) if parallel.num_dp_ranks > 1 else None
 
     def storage_obstacle(self) -> str | None:

@@ -95,9 +95,8 @@ def _rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return int(
-        ((parallel.dp_rank or 0) * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
-    )
+    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    return int((replica * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank)
 
 
 def _get(original: Any, backend: Any, key: str, *args: Any, **kwargs: Any) -> Any:
