@@ -309,13 +309,12 @@ RULES = (
             argument,
             _one,
             None,
-            f"{what} is {{}}: this release of Toolgap restores on one rank only, and submits get 501.",
+            f"{what} is {{}}: this release of Toolgap does not support it, and submits get 501.",
             f"Start SGLang with --{argument.replace('_', '-')} 1.",
         )
         for argument, what in (
-            ("tp_size", "Tensor parallelism"),
-            ("pp_size", "Pipeline parallelism"),
-            ("dp_size", "Data parallelism"),
+            ("attn_cp_size", "Attention context parallelism"),
+            ("dcp_size", "Decode context parallelism"),
         )
     ),
     Rule(
@@ -431,6 +430,8 @@ _NUMBERS = (
     ("--tp-size", "--tensor-parallel-size"),
     ("--pp-size", "--pipeline-parallel-size"),
     ("--dp-size", "--data-parallel-size"),
+    ("--attn-cp-size", "--attention-context-parallel-size"),
+    ("--dcp-size", "--decode-context-parallel-size"),
     ("--page-size",),
 )
 _TEXTS = (

@@ -100,7 +100,7 @@ def test_processes_are_forked_only_by_a_parent_without_threads(
     chosen: list[str] = []
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda name, force: chosen.append(name))
     monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: None)
-    plugin.fork(None, SimpleNamespace(dp_size=replicas))
+    plugin.fork(None, SimpleNamespace(dp_size=replicas, attn_dp_size=1))
     assert chosen == ([method] if method else [])
 
 

@@ -19,7 +19,7 @@ import httpx
 from toolgap.childserver import ChildServer, free_port
 from toolgap.client import Toolgap
 from toolgap.cpu.launch import cpu_arguments, cpu_environment
-from toolgap.protocol import OperationStatus
+from toolgap.protocol import EngineStatus, OperationStatus
 
 T = TypeVar("T")
 
@@ -51,12 +51,14 @@ class Probe:
         self._listener.bind(str(path))
         self._listener.listen()
         self._change = threading.Condition()
-        self._holding: set[str] = set()
-        self._held: Counter[str] = Counter()
+        self._holding: set[tuple[str, int | None]] = set()
+        self._held: Counter[tuple[str, int]] = Counter()
+        self._delays_s: dict[tuple[str, int], float] = {}
+        self._answers: dict[tuple[str, int, int | None], str] = {}
+        self._reads: Counter[tuple[str, int]] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._states: dict[tuple[int, int], dict[str, Any]] = {}
         self._hung: set[tuple[str, str | int]] = set()
-        self._answers: dict[tuple[str, int], str] = {}
-        self._reads: Counter[str] = Counter()
-        self._calls: Counter[str] = Counter()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -69,47 +71,71 @@ class Probe:
         with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rw") as stream:
             for line in stream:
                 message = json.loads(line)
-                print(self._answer(message["call"], message["detail"]), file=stream, flush=True)
+                print(self._answer(**message), file=stream, flush=True)
 
-    def _answer(self, call: str, detail: str) -> str:
+    def _answer(self, call: str, detail: str, rank: int) -> str:
         with self._change:
-            number = self._calls[call]
-            self._calls[call] += 1
+            if call == "state":
+                state = json.loads(detail)
+                self._states[rank, state["number"]] = state
+                self._change.notify_all()
+                return "go"
+            number, number_on_rank = self.calls[call], self._calls[call, rank]
+            self._calls[call, rank] += 1
             if call == "get":
-                self._reads[detail] += 1
-            self._held[call] += 1
+                self._reads[detail, rank] += 1
+            self._held[call, rank] += 1
             self._change.notify_all()
-            while call in self._holding or self._hung & {(call, number), (call, detail)}:
+            if delay_s := self._delays_s.get((call, rank)):
+                self._change.wait_for(lambda: (call, rank) not in self._delays_s, delay_s)
+            while not self._holding.isdisjoint({(call, rank), (call, None)}) or (
+                self._hung & {(call, number), (call, detail)}
+            ):
                 self._change.wait()
-            self._held[call] -= 1
+            self._held[call, rank] -= 1
             self._change.notify_all()
-            return self._answers.get((call, number), self._answers.get((call, -1), "go"))
+            for key in (
+                (call, number_on_rank, rank),
+                (call, -1, rank),
+                (call, number, None),
+                (call, -1, None),
+            ):
+                if key in self._answers:
+                    return self._answers[key]
+            return "go"
 
     def reset(self) -> None:
         """Forget counts and spoilt calls; let everything go."""
         with self._change:
             self._holding.clear()
             self._hung.clear()
+            self._delays_s.clear()
             self._answers.clear()
             self._reads.clear()
             self._calls.clear()
             self._change.notify_all()
 
     @contextlib.contextmanager
-    def hold(self, call: str) -> Iterator[Callable[[], None]]:
-        """Hold calls while open; yields a function that waits until one is held."""
+    def hold(self, call: str, rank: int | None = None) -> Iterator[Callable[[], None]]:
+        """Hold calls while open, of one rank or of all; yields a function that waits until one is held."""
         with self._change:
-            self._holding.add(call)
+            self._holding.add((call, rank))
+
+        def is_held() -> bool:
+            return any(
+                count and held_call == call and rank in (None, held_rank)
+                for (held_call, held_rank), count in self._held.items()
+            )
 
         def wait_until_held() -> None:
             with self._change:
-                assert self._change.wait_for(lambda: self._held[call] > 0, DEADLINE_S), f"no {call} was held"
+                assert self._change.wait_for(is_held, DEADLINE_S), f"no {call} was held"
 
         try:
             yield wait_until_held
         finally:
             with self._change:
-                self._holding.discard(call)
+                self._holding.discard((call, rank))
                 self._change.notify_all()
 
     def hang(self, call: str, *, number: int | None = None, page: str | None = None) -> None:
@@ -125,22 +151,52 @@ class Probe:
             self._hung.clear()
             self._change.notify_all()
 
-    def spoil(self, call: str, answer: str, number: int = -1) -> None:
-        """Answer the call with that number since the last reset (-1: every one) with "miss" or "fail"."""
+    def spoil(self, call: str, answer: str, number: int = -1, rank: int | None = None) -> None:
+        """Answer the call with that number since the last reset (-1: every one) with "miss" or "fail".
+
+        With a rank, only its calls are answered so, and only its calls are counted.
+        """
         with self._change:
-            self._answers[call, number] = answer
+            self._answers[call, number, rank] = answer
+
+    def delay(self, call: str, delay_s: float, rank: int) -> None:
+        """Let every such call of one rank take so much longer, until the next reset."""
+        with self._change:
+            self._delays_s[call, rank] = delay_s
 
     @property
     def reads(self) -> Counter[str]:
-        """Reads of each page since the last reset."""
+        """Reads of each page since the last reset, whichever rank's part of it was read."""
+        counts: Counter[str] = Counter()
         with self._change:
-            return self._reads.copy()
+            for (page, _), count in self._reads.items():
+                counts[page] += count
+        return counts
+
+    def reads_of(self, rank: int) -> Counter[str]:
+        """Reads of each page since the last reset by one rank."""
+        with self._change:
+            return Counter({page: count for (page, reader), count in self._reads.items() if reader == rank})
 
     @property
     def calls(self) -> Counter[str]:
         """Calls of each kind since the last reset."""
+        counts: Counter[str] = Counter()
         with self._change:
-            return self._calls.copy()
+            for (call, _), count in self._calls.items():
+                counts[call] += count
+        return counts
+
+    def states(self, number: int, ranks: int) -> list[dict[str, Any]]:
+        """What every rank answered to the request for its state that has this number."""
+        keys = [(rank, number) for rank in range(ranks)]
+        with self._change:
+            assert self._change.wait_for(lambda: all(key in self._states for key in keys), DEADLINE_S), (
+                f"not every rank told its state: {sorted(self._states)[-ranks:]}"
+            )
+            states = [self._states[key] for key in keys]
+            self._states = {key: state for key, state in self._states.items() if key[1] > number}
+        return states
 
     def close(self) -> None:
         """Stop listening."""
@@ -171,6 +227,8 @@ class Server:
     folder: Path
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    """Processes that hold a part of the cache, as the arguments ask for."""
     hierarchical: bool = True
     spawn: bool = False
     """Start processes as SGLang does; forking them halves the time of a start."""
@@ -199,7 +257,7 @@ class Server:
             *("--skip-server-warmup", "--enable-cache-report", "--enable-metrics"),
             *self.arguments,
         ]
-        environment = cpu_environment(os.environ) | self.environment
+        environment = cpu_environment(os.environ, arguments) | self.environment
         environment["PYTHONPATH"] = os.pathsep.join([str(PROBE), environment["PYTHONPATH"]])
         environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.storage)
         environment["TOOLGAP_CPU_FORK"] = "0" if self.spawn else "1"
@@ -269,12 +327,20 @@ class Server:
         self.probe.reset()
         return answer
 
-    def state(self) -> dict[str, Any]:
-        """The probe's view of the scheduler; fails if an invariant does not hold there."""
+    def states(self) -> list[dict[str, Any]]:
+        """The probe's view of every rank at one step; fails if an invariant does not hold or ranks differ."""
         reply = self.http.get("/server_info").json()
-        state: dict[str, Any] = reply["internal_states"][0]["toolgap_probe"]
-        assert state["problem"] is None, state["problem"]
-        return state
+        first: dict[str, Any] = reply["internal_states"][0]["toolgap_probe"]
+        states = self.probe.states(first["number"], self.ranks)
+        for state in states:
+            assert state["problem"] is None, state["problem"]
+            of_replica = next(other for other in states if other["dp_rank"] == state["dp_rank"])
+            assert state["agreed"] == of_replica["agreed"], "ranks differ"
+        return [first, *states[1:]]
+
+    def state(self) -> dict[str, Any]:
+        """The probe's view of the first rank."""
+        return self.states()[0]
 
     def load(self) -> dict[str, int]:
         """SGLang's count of requests, of the only scheduler."""
@@ -297,22 +363,27 @@ class Server:
 
     def traces(self) -> dict[str, int]:
         """What an operation or a request must not leave behind, whether or not the cache is flushed."""
-        engine = self.toolgap.overview().engine
-        state = self.state()
+        engines = self.engines()
+        states = self.states()
         return {
-            "prefetch_occupied_tokens": engine.prefetch_occupied_tokens,
-            "prefetch_retries_pending": engine.prefetch_retries_pending,
-            "reads_in_flight": engine.reads_in_flight,
-            "waiting_joins": engine.waiting_joins,
-            "stalled_reads": engine.stalled_reads,
-            "host_locks": state["host_locks"],
-            "handles": state["handles"],
-            "waiting_calls": state["waiting_calls"],
+            "prefetch_occupied_tokens": sum(engine.prefetch_occupied_tokens for engine in engines),
+            "prefetch_retries_pending": sum(engine.prefetch_retries_pending for engine in engines),
+            "reads_in_flight": sum(engine.reads_in_flight for engine in engines),
+            "waiting_joins": sum(engine.waiting_joins for engine in engines),
+            "stalled_reads": sum(engine.stalled_reads for engine in engines),
+            "host_locks": sum(state["host_locks"] for state in states),
+            "handles": sum(state["handles"] for state in states),
+            "waiting_calls": states[0]["waiting_calls"],
         }
+
+    def engines(self) -> list[EngineStatus]:
+        """Every replica's engine."""
+        overview = self.toolgap.overview()
+        return overview.replicas or [overview.engine]
 
     def baseline(self) -> dict[str, int]:
         """What must be the same before and after anything that leaves nothing behind."""
-        return self.traces() | {"host_free_tokens": self.toolgap.overview().engine.host_free_tokens}
+        return self.traces() | {"host_free_tokens": sum(e.host_free_tokens for e in self.engines())}
 
     def check_back_at(self, before: dict[str, int]) -> None:
         """Fail unless everything is back at an earlier :meth:`baseline`."""

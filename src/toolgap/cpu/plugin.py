@@ -66,6 +66,8 @@ def register() -> None:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
     # Stock keeps 10 GiB of RAM free of host pools: more than a laptop has to spare.
     pkgutil.resolve_name(_RESERVE).HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    # Stock asks for it when it pads a batch for data-parallel attention, and has it for AMX only.
+    pkgutil.resolve_name(_ATTENTION).get_cpu_graph_seq_len_fill_value = lambda backend: 1
 
 
 def cpu_hooks() -> Sequence[CpuHook]:
@@ -243,8 +245,8 @@ def fork(result: None, server_args: Any) -> None:
     parent has no threads but those of numpy and scipy, which SGLang does not promise, and because
     no GPU server can do it.
     """
-    if server_args.dp_size > 1:
-        # The replicas' controller starts them from several threads.
+    if server_args.dp_size > 1 or server_args.attn_dp_size > 1:
+        # The replicas' controller starts them from several threads, and has plugins of its own to load.
         return
     multiprocessing.set_start_method("fork", force=True)
     # The parent's handler would make a child that is told to quit answer for the parent.

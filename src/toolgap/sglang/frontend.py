@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from toolgap import protocol
 from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, Target, decode_command
 from toolgap.settings import Settings
+from toolgap.sglang import internals, replicas
 from toolgap.sglang.internals import denied_status, http_workers, loaded_adapters
 from toolgap.sglang.messages import (
     CancelOperation,
@@ -81,7 +82,7 @@ async def release_memory(original: Callable[..., Awaitable[Any]], *args: Any, **
         RuntimeError: a storage call of a restore hangs; SGLang answers 400 with this text.
     """
     if _frontend is not None and _frontend.obstacle() is None:
-        reply = await _frontend.replies.ask(Quiesce())
+        reply = replicas.first_refusal(await _frontend.ask_all(Quiesce()))
         if reply.status != 200:
             raise RuntimeError(msgspec.json.decode(reply.body, type=ErrorReply).error.message)
     return await original(*args, **kwargs)
@@ -90,48 +91,70 @@ async def release_memory(original: Callable[..., Awaitable[Any]], *args: Any, **
 # ---- replies ----
 
 
+class _Call:
+    """Replies that came to a call, and the future that they are for once there are enough."""
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.replies: list[HicachePrefetchReqOutput] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def add(self, reply: HicachePrefetchReqOutput) -> None:
+        self.replies.append(reply)
+        if len(self.replies) == self.expected and not self.done.done():
+            self.done.set_result(None)
+
+
 class Replies:
     """Matches the scheduler's replies to calls, and its news to those who wait for an operation."""
 
     def __init__(self, tokenizer_manager: Any, timeout_s: float) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._timeout_s = timeout_s
-        self._calls: dict[str, asyncio.Future[HicachePrefetchReqOutput]] = {}
+        self._calls: dict[str, _Call] = {}
         self._waiters: dict[str, set[asyncio.Future[HicachePrefetchReqOutput]]] = {}
 
     def receive(self, output: HicachePrefetchReqOutput) -> None:
-        """A message from the scheduler."""
+        """A message from a scheduler. A reply to a call that waits no more is dropped."""
         if output.rid is not None:
-            futures = {self._calls[output.rid]} if output.rid in self._calls else set()
-        else:
-            futures = self._waiters.get(output.operation_id or "", set())
-        for future in futures:
+            if (call := self._calls.get(output.rid)) is not None:
+                call.add(output)
+            return
+        for future in self._waiters.get(output.operation_id or "", set()):
             if not future.done():
                 future.set_result(output)
 
-    async def ask(self, order: Order, token_ids: bytes = b"") -> HicachePrefetchReqOutput:
-        """Send an order to the scheduler and wait for its reply.
+    async def ask(
+        self, order: Order, token_ids: bytes = b"", *, expected: int = 1
+    ) -> list[HicachePrefetchReqOutput]:
+        """Send an order to the schedulers and wait for their replies.
+
+        Args:
+            order: Every replica gets it.
+            token_ids: What goes with it.
+            expected: How many replicas answer it.
 
         Raises:
-            Refused: ``engine_busy`` if none came in time.
+            Refused: ``engine_busy`` if not all came in time.
         """
         rid = f"toolgap-{new_operation_id()}"
-        future: asyncio.Future[HicachePrefetchReqOutput] = asyncio.get_running_loop().create_future()
-        self._calls[rid] = future
+        call = self._calls[rid] = _Call(expected)
         try:
             self._tokenizer_manager.auto_create_handle_loop()
             self._tokenizer_manager._dispatch_to_scheduler(
                 HicachePrefetchReqInput(rid=rid, order=encode_order(order), token_ids=token_ids)
             )
-            return await asyncio.wait_for(future, self._timeout_s)
+            await asyncio.wait_for(call.done, self._timeout_s)
         except TimeoutError:
-            raise Refused(
-                Code.ENGINE_BUSY,
-                f"the scheduler did not answer in {self._timeout_s:g} s",
-                retry_after_s=1.0,
-            ) from None
+            who = (
+                "the scheduler did not answer"
+                if expected == 1
+                else f"{len(call.replies)} of {expected} replicas answered"
+            )
+            raise Refused(Code.ENGINE_BUSY, f"{who} in {self._timeout_s:g} s", retry_after_s=1.0) from None
         finally:
             del self._calls[rid]
+        return call.replies
 
     @contextlib.contextmanager
     def waiting(self, operation_id: str) -> Any:
@@ -192,6 +215,8 @@ class Frontend:
 
     def obstacle(self) -> str | None:
         """Why this server has no restores at all; None if the scheduler announced its hooks."""
+        if obstacle := internals.parallel_obstacle():
+            return obstacle
         if missing := _unready():
             return f"SGLang could not apply toolgap's hooks: {', '.join(missing)}"
         info = self.server.get_global_state().scheduler_info.get("toolgap")
@@ -231,9 +256,17 @@ class Frontend:
             case Status(operation_id=str(operation_id), wait_s=float(wait_s)) if wait_s > 0:
                 return await self._wait(request, operation_id, wait_s)
             case Status(operation_id=operation_id):
-                return await self.replies.ask(Describe(operation_id=operation_id))
+                return await self._describe(operation_id)
             case Cancel(operation_id=operation_id):
-                return await self.replies.ask(CancelOperation(operation_id=operation_id))
+                return replicas.that_knows(await self.ask_all(CancelOperation(operation_id=operation_id)))
+
+    async def ask_all(self, order: Order) -> list[HicachePrefetchReqOutput]:
+        """The replies of all replicas to an order."""
+        return await self.replies.ask(order, expected=internals.replicas())
+
+    async def _describe(self, operation_id: str | None) -> HicachePrefetchReqOutput:
+        answers = await self.ask_all(Describe(operation_id=operation_id))
+        return replicas.overview(answers) if operation_id is None else replicas.that_knows(answers)
 
     async def _read_body(self, request: Request) -> bytes:
         limit = self.settings.max_body_bytes
@@ -250,6 +283,7 @@ class Frontend:
     async def _submit(self, submit: Submit) -> HicachePrefetchReqOutput:
         if self._storage_changes:
             raise Refused(Code.STORAGE_REPLACED, "the storage backend is being replaced", retry_after_s=1.0)
+        dp_rank = replicas.check_replica(submit.routed_dp_rank, internals.replicas())
         token_ids = await self._resolve(submit)
         extra_key = self._resolve_extra_key(submit)
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
@@ -262,9 +296,10 @@ class Frontend:
             deadline_ts=time.time() + (ttl_s if submit.expected_gap_s is None else submit.expected_gap_s),
             target=submit.target or Target.HOST,
             lease_s=submit.lease_s,
-            dp_rank=submit.routed_dp_rank,
+            dp_rank=dp_rank,
         )
-        return await self.replies.ask(order, token_ids.tobytes())
+        [reply] = await self.replies.ask(order, token_ids.tobytes())
+        return reply
 
     async def _resolve(self, submit: Submit) -> "array[int]":
         """The prefix's token ids, checked as ``/generate`` would."""
@@ -321,7 +356,7 @@ class Frontend:
     async def _wait(self, request: Request, operation_id: str, wait_s: float) -> HicachePrefetchReqOutput:
         """Long poll: answer when the operation ends, when the time is up, or not at all if the client left."""
         with self.replies.waiting(operation_id) as ended:
-            reply = await self.replies.ask(Describe(operation_id=operation_id))
+            reply = await self._describe(operation_id)
             async with _disconnection(request) as gone:
                 # News goes to the HTTP process that submitted the operation: where there are several,
                 # another one has to look again.
@@ -332,7 +367,7 @@ class Frontend:
                     if ended.done():
                         news: HicachePrefetchReqOutput = ended.result()
                         return news
-                    reply = await self.replies.ask(Describe(operation_id=operation_id))
+                    reply = await self._describe(operation_id)
             return reply
 
 

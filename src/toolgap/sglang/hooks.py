@@ -14,11 +14,19 @@ from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.settings import Settings
 from toolgap.sglang.internals import Engine, Prefix, metrics_of
-from toolgap.sglang.messages import HicachePrefetchReqInput
+from toolgap.sglang.messages import (
+    HicachePrefetchReqInput,
+    HicachePrefetchReqOutput,
+    Restore,
+    decode_order,
+)
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
+
+_MARKER = "toolgap"
+"""The handshake's key in what a scheduler tells the HTTP process when it is ready."""
 
 _restorer: Restorer | None = None
 _calls = StorageCalls()
@@ -51,7 +59,19 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     if _unready():
         return
     _restorer = Restorer(Engine(scheduler), _settings, _calls, metrics_of(scheduler))
-    scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, _restorer.handle)])
+    scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, take_order)])
+
+
+def take_order(message: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
+    """Carry out an order, unless it is one for another replica: every replica gets every order."""
+    restorer = _restorer
+    assert restorer is not None
+    dp_rank = restorer.engine.dp_rank
+    if dp_rank is not None:
+        order = decode_order(message)
+        if isinstance(order, Restore) and order.dp_rank != dp_rank:
+            return None
+    return restorer.handle(message)
 
 
 def get_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
@@ -59,7 +79,23 @@ def get_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
     missing = _unready()
     if _restorer is None and not missing:
         missing = ["the scheduler's request dispatcher"]
-    return info | {"toolgap": {"protocol": protocol.VERSION, "missing": missing}}
+    return info | {_MARKER: {"protocol": protocol.VERSION, "missing": missing}}
+
+
+def get_replicas_init_info(info: dict[str, Any], controller: Any) -> dict[str, Any] | None:
+    """After `DataParallelController.get_init_info`: pass the handshake on if every rank of every replica gave it."""
+    markers = [ranks_info.get(_MARKER) for ranks_info in controller._scheduler_init_infos]
+    if missing_hooks := _unready():
+        return info | {_MARKER: {"protocol": protocol.VERSION, "missing": missing_hooks}}
+    if not markers or None in markers:
+        return None
+    versions = {marker["protocol"] for marker in markers}
+    return info | {
+        _MARKER: {
+            "protocol": versions.pop() if len(versions) == 1 else None,
+            "missing": sorted({name for marker in markers for name in marker["missing"]}),
+        }
+    }
 
 
 def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | None:
@@ -234,9 +270,10 @@ def call_storage(original: Callable[..., Any], controller: Any, operation: Any) 
 def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
     """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
     restorer = _restorer
-    if restorer is not None and not restorer.quiet() and restorer.engine.free_of_requests:
-        _quiesce(Reason.FLUSHED)
-        if not restorer.quiet():
+    if restorer is not None:
+        engine = restorer.engine
+        has_requests, busy = engine.any_rank([not engine.free_of_requests, not restorer.quiet])
+        if busy and not has_requests and not _quiesce(Reason.FLUSHED):
             logger.warning("toolgap: flush refused: a storage call has not returned")
             return False
     return original(scheduler, empty_cache)
@@ -246,6 +283,7 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     """Around the weight updates: end operations, and never call KV of the old weights restored."""
     _quiesce(Reason.WEIGHTS_UPDATED)
     if _restorer is not None:
+        _restorer.engine.agree_on_start()
         _restorer.weights_changed()
     return original(updater, recv_req)
 
@@ -283,11 +321,19 @@ def weight_version_changed(_result: Any, _scheduler: Any, new_version: str | Non
         _restorer.namespace_changed()
 
 
-def _quiesce(reason: Reason) -> None:
+def _quiesce(reason: Reason) -> bool:
+    """End every operation; whether all ranks are quiet then. Every rank gets here at the same step."""
     restorer = _restorer
-    if restorer is None or restorer.quiet():
-        return
+    if restorer is None:
+        return True
+    if not _is_busy(restorer):
+        return True
     try:
         restorer.quiesce(reason)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "quiesce")
+    return not _is_busy(restorer)
+
+
+def _is_busy(restorer: Restorer) -> bool:
+    return restorer.engine.any_rank([not restorer.quiet])[0]

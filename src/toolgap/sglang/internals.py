@@ -30,6 +30,7 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _LORA_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
 _RETRIES = "sglang.srt.mem_cache.storage_prefetch.StoragePrefetchRetries"
+_REPLICAS = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 
 INIT_COMMUNICATORS = f"{_TOKENIZER}.init_communicators"
 TOKENIZER_ATTACH = f"{_TOKENIZER}.attach_hicache_storage"
@@ -38,6 +39,7 @@ TOKENIZER_CLEAR = f"{_TOKENIZER}.clear_hicache_storage"
 TOKENIZER_RELEASE_MEMORY = f"{_TOKENIZER}.release_memory_occupation"
 INIT_DISPATCHER = f"{_SCHEDULER}.init_request_dispatcher"
 GET_INIT_INFO = f"{_SCHEDULER}.get_init_info"
+REPLICAS_INIT_INFO = f"{_REPLICAS}.get_init_info"
 POLL_TIMEOUTS = f"{_SCHEDULER}._poll_timeout_aborts"
 FLUSH_CACHE = f"{_SCHEDULER}.flush_cache"
 SCHEDULER_ATTACH = f"{_SCHEDULER}.attach_hicache_storage_wrapped"
@@ -82,6 +84,7 @@ _HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
     TOKENIZER_DETACH: ("self",),
     TOKENIZER_CLEAR: ("self",),
     TOKENIZER_RELEASE_MEMORY: ("self", "obj", "request"),
+    REPLICAS_INIT_INFO: ("self",),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler": (
         "self",
         "obj",
@@ -228,8 +231,37 @@ def unapplied(targets: list[str]) -> list[str]:
 
 
 def wants_hooks(process_title: str) -> bool:
-    """Whether an SGLang process with this title runs the HTTP server or a scheduler."""
-    return not process_title.startswith(("sglang::detokenizer", "sglang::data_parallel_controller"))
+    """Whether an SGLang process with this title has a part in restores."""
+    return not process_title.startswith("sglang::detokenizer")
+
+
+def relays_to_replicas(process_title: str) -> bool:
+    """Whether an SGLang process with this title stands between the HTTP process and the replicas."""
+    return process_title.startswith("sglang::data_parallel_controller")
+
+
+def replicas() -> int:
+    """Replicas, or groups of data-parallel attention, behind this HTTP process: each has a cache of its own."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().num_dp_ranks)
+
+
+def parallel_obstacle() -> str | None:
+    """Why ranks that are set up like this server's cannot restore anything; None if they can.
+
+    The same in the HTTP process and on every rank.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    for present, what in (
+        (parallel.attn_cp_size > 1, "context parallelism"),
+        (parallel.dcp_size > 1, "decode context parallelism"),
+    ):
+        if present:
+            return f"{what} is not supported by this release of toolgap"
+    return None
 
 
 def http_workers() -> int:
@@ -356,6 +388,8 @@ class Engine:
         self.cache = scheduler.tree_cache
         self.own_tokens = 0
         """Spans of the operations' reads, which SGLang counts among its own."""
+        self.server_start = 0
+        """When this server started, as all its ranks have it; known once its weights were updated."""
 
     # ---- set-up ----
 
@@ -363,17 +397,11 @@ class Engine:
         """Why this set-up cannot restore anything, and the mend; None if it can."""
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+        from sglang.srt.runtime_context import get_disagg, get_exec
 
-        parallel = get_parallel()
         cache, scheduler = self.cache, self.scheduler
-        for size, what in (
-            (parallel.num_dp_ranks, "data parallelism"),
-            (parallel.pp_size, "pipeline parallelism"),
-            (parallel.tp_size, "tensor parallelism"),
-        ):
-            if size > 1:
-                return f"{what} is not supported by this release of toolgap"
+        if obstacle := parallel_obstacle():
+            return obstacle
         if get_disagg().disaggregation_mode not in ("null", "prefill"):
             return (
                 f"this is the {get_disagg().disaggregation_mode} half of a disaggregated server, on which restores are "
@@ -407,6 +435,16 @@ class Engine:
         if get_exec().moe.elastic_ep_backend is not None:
             return "elastic expert parallelism is not supported by this release of toolgap"
         return None
+
+    @property
+    def dp_rank(self) -> int | None:
+        """Which replica or attention group of data parallelism this is; None if there is one only."""
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        if parallel.attn_dp_enabled:
+            return int(parallel.attn_dp_rank)
+        return int(parallel.dp_rank) if parallel.num_dp_ranks > 1 else None
 
     def storage_obstacle(self) -> str | None:
         """Why the storage backend cannot be read from; None if it can."""
@@ -513,8 +551,8 @@ class Engine:
         parts = {name: str(getattr(arguments, name, None)) for name in names}
         parts |= {
             "weight_version": str(get_serving().weight_version),
-            # A count says nothing across restarts: the process id keeps two servers' updates apart.
-            "weights_epoch": f"{os.getpid()}.{weights_epoch}" if weights_epoch else "0",
+            # A count says nothing across restarts: the start keeps two servers' updates apart.
+            "weights_epoch": f"{self.server_start}.{weights_epoch}" if weights_epoch else "0",
             "page_tokens": str(self.page_tokens),
             "storage_backend": str(self.storage_backend),
         }
@@ -647,6 +685,13 @@ class Engine:
         pages = operation.query_pool_hit_pages.get(PoolName.KV)
         stored, others = operation.pool_storage_result, operation.pool_transfers or ()
         allocated = None if operation.host_indices is None else len(operation.host_indices)
+        if (
+            pages is not None
+            and allocated is None
+            and self.piecewise
+            and operation.storage_hit_count < pages * self.page_tokens
+        ):
+            pages = None  # the query failed on one rank, and SGLang leaves out a rank without a verdict
         inserted = self.cache.prefetch_loaded_tokens_by_reqid.get(handle)
         result = ReadResult(
             found_tokens=None if pages is None else min(pages, stored.kv_hit_pages) * self.page_tokens,
@@ -826,18 +871,35 @@ class Engine:
         over as it is: they handle each message after the first stage did, so that it cannot wait for their
         flags. A later stage that must wait for a thread of its own does so by itself, without a decision.
         """
-        if not flags or not self.has_several_ranks:
-            return flags
+        return [bool(number) for number in self._highest([int(flag) for flag in flags])]
+
+    def _highest(self, numbers: list[int]) -> list[int]:
+        if not numbers or not self.has_several_ranks:
+            return numbers
         import torch
 
-        data = torch.tensor(flags, dtype=torch.int64, device="cpu")
+        data = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.cache._all_reduce(data, torch.distributed.ReduceOp.MAX)
-        return [bool(flag) for flag in data.tolist()]
+        return [int(number) for number in data.tolist()]
+
+    def agree_on_start(self) -> None:
+        """Learn when this server started. A collective on the first call.
+
+        The launcher started every rank of one node, whose clocks and parents may differ from another
+        node's: the latest start stands for all.
+        """
+        if self.server_start:
+            return
+        import psutil
+
+        started_us = round(psutil.Process(os.getppid()).create_time() * 1e6)
+        self.server_start = self._highest([started_us])[0]
 
     @property
     def has_several_ranks(self) -> bool:
         """Whether other processes take the same decisions at the same step."""
-        return bool(self.cache.tp_world_size > 1 or self.cache.pp_size > 1)
+        cache = self.cache  # one that is not HiCache knows no ranks, and has no restores
+        return getattr(cache, "tp_world_size", 1) > 1 or getattr(cache, "pp_size", 1) > 1
 
     @property
     def may_drain(self) -> bool:

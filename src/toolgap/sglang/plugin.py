@@ -36,7 +36,8 @@ def register() -> None:
 
     from toolgap.sglang import internals
 
-    if not internals.wants_hooks(setproctitle.getproctitle()):
+    title = setproctitle.getproctitle()
+    if not internals.wants_hooks(title):
         return
     try:
         settings = Settings.from_environ(os.environ)
@@ -55,7 +56,7 @@ def register() -> None:
 
     from toolgap.sglang import frontend, hooks
 
-    table = _hooks()
+    table = _relay_hooks() if internals.relays_to_replicas(title) else _hooks()
     targets = [hook.target for hook in table]
     hooks.configure(settings, lambda: internals.unapplied(targets))
     frontend.configure(settings, lambda: internals.unapplied(targets))
@@ -68,6 +69,13 @@ def register() -> None:
 def _may_serve_http() -> bool:
     """False in a scheduler, which SGLang spawns without its HTTP server's module."""
     return multiprocessing.parent_process() is None or "sglang.srt.entrypoints.http_server" in sys.modules
+
+
+def _relay_hooks() -> list[Hook]:
+    """In the process between the HTTP process and the replicas; it has imported the messages by then."""
+    from toolgap.sglang import hooks, internals
+
+    return [Hook(internals.REPLICAS_INIT_INFO, "after", hooks.get_replicas_init_info)]
 
 
 def _hooks() -> list[Hook]:

@@ -223,9 +223,10 @@ class Restorer:
         )
         match = self.engine.match(prefix)
         operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
-        work = Work(operation, prefix, request, next(self._arrivals))
+        # Its return address. SGLang still has to pass the message itself on to the next stage.
+        address = msgspec.structs.replace(request, token_ids=b"")
+        work = Work(operation, prefix, address, next(self._arrivals))
         self._check_room(work, match)
-        request.token_ids = b""  # kept for its return address only
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.metrics.accepted(operation)
@@ -854,30 +855,32 @@ class Restorer:
         self._stop_all(Stop(State.CANCELLED, reason))
         if reason is not Reason.STORAGE_REPLACED:
             self.leases.end_all()
+        if not self.engine.may_drain:
+            return
         for _ in range(_DRAIN_PASSES):
-            if self.quiet():
+            if not self._is_busy():
                 return
-            if not self.engine.may_drain:
-                break
             self.engine.drain()
             time.sleep(_DRAIN_PAUSE_S)
         logger.warning("toolgap: a storage call does not return")
 
     def _quiesce_for_release(self) -> None:
         self.quiesce(Reason.MEMORY_RELEASED)
-        if not self.quiet():
+        if self._is_busy():
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call of a restore has not returned, and memory cannot be released under it",
                 retry_after_s=5.0,
             )
 
+    @property
     def quiet(self) -> bool:
-        """Whether SGLang can stop its storage threads: no operation is active, and no call is running.
+        """Whether SGLang can stop this rank's storage threads: no operation is active, and no call is running."""
+        return not self.work and not self.calls
 
-        A collective on several ranks.
-        """
-        return not self.work and not any(self.engine.any_rank([bool(self.calls)]))
+    def _is_busy(self) -> bool:
+        """Whether a rank is not quiet. A collective."""
+        return self.engine.any_rank([not self.quiet])[0]
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
@@ -1005,6 +1008,7 @@ class Restorer:
                 quarantined_tokens=self.stalls.quarantined_tokens,
                 leased_tokens=self.leases.tokens,
                 max_leased_tokens=self.max_leased_tokens,
+                dp_rank=engine.dp_rank,
             ),
         )
 

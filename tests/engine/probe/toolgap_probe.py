@@ -18,6 +18,8 @@ _TRANSFER = os.environ.get("TOOLGAP_PROBE_TRANSFER")
 """A file: while it exists, no decode server answers. Set, KV goes to none: SGLang's own fake transfer."""
 _local = threading.local()
 _host_locks = 0
+_states = 0
+"""How often this process was asked for its state: the same on every rank, since all get every message."""
 
 
 def register() -> None:
@@ -25,7 +27,11 @@ def register() -> None:
 
     if target := os.environ.get("TOOLGAP_PROBE_CHANGE"):
         _change_signature(target)
-    if (target := os.environ.get("TOOLGAP_PROBE_CHANGE_IN_SCHEDULER")) and multiprocessing.parent_process():
+    if (
+        (target := os.environ.get("TOOLGAP_PROBE_CHANGE_IN_SCHEDULER"))
+        and multiprocessing.parent_process()
+        and _is_to_be_changed()
+    ):
         _change_signature(target)
     if not _SOCKET:
         return
@@ -50,6 +56,22 @@ def register() -> None:
         HookRegistry.register(f"{fake}.poll", _poll_transfer, HookType.AROUND)
 
 
+def _is_to_be_changed() -> bool:
+    """Of several schedulers, only the first one if the test wants that."""
+    once = os.environ.get("TOOLGAP_PROBE_CHANGE_ONCE")
+    if once is None:
+        return True
+    import setproctitle
+
+    if setproctitle.getproctitle().startswith(("sglang::data_parallel", "sglang::detokenizer")):
+        return False
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 def _change_signature(target: str) -> None:
     """Make a method of one argument look like that of another release; it works as before."""
     owner_name, _, name = target.rpartition(".")
@@ -68,10 +90,20 @@ def _ask(call: str, detail: str) -> str:
         connection.connect(_SOCKET)  # type: ignore[arg-type]
         _local.stream = connection.makefile("rw")
     try:
-        print(json.dumps({"call": call, "detail": detail}), file=_local.stream, flush=True)
+        message = {"call": call, "detail": detail, "rank": _rank()}
+        print(json.dumps(message), file=_local.stream, flush=True)
         return _local.stream.readline().strip() or "go"
     except (OSError, ValueError):
         return "go"  # the test is over
+
+
+def _rank() -> int:
+    """This process among all that hold a part of the cache: replicas first, then stages, then tensor ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    return int((replica * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank)
 
 
 def _get(original: Any, backend: Any, key: str, *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +155,8 @@ def _reset(_result: Any, _cache: Any) -> None:
 def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
     from toolgap.sglang import hooks
 
+    global _states
+    _states += 1
     problem = None
     try:
         if hooks._restorer is not None:
@@ -130,7 +164,12 @@ def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
     except AssertionError as error:
         problem = f"{type(error).__name__}: {error}"
     cache = scheduler.tree_cache
-    output.internal_state["toolgap_probe"] = {
+    restorer = hooks._restorer
+    state = {
+        "number": _states,
+        "pid": os.getpid(),
+        "dp_rank": None if restorer is None else restorer.engine.dp_rank,
+        "agreed": {} if restorer is None or restorer.engine.obstacle() else _agreed(restorer),
         "problem": problem,
         "host_locks": _host_locks,
         "bootstrapping": len(getattr(scheduler.disagg_prefill_bootstrap_queue, "queue", ())),
@@ -139,7 +178,32 @@ def _internal_state(output: Any, scheduler: Any, *_args: Any) -> Any:
         "resident_kib": _resident_kib(),
         "scheduler_pid": os.getpid(),
     }
+    _ask("state", json.dumps(state))
+    output.internal_state["toolgap_probe"] = state
     return output
+
+
+def _agreed(restorer: Any) -> dict[str, Any]:
+    """What all ranks of a replica must have in common."""
+    engine = restorer.engine
+    return {
+        "operations": {
+            operation.operation_id: [
+                operation.state,
+                operation.reason,
+                operation.resident_tokens,
+                operation.read_tokens,
+                operation.inserted_tokens,
+                operation.joined_requests,
+            ]
+            for operation in (restorer.log.active | restorer.log.outcomes).values()
+        },
+        "joins": sorted(handle.rid for handle in restorer.joins),
+        "namespace": restorer.namespace,
+        "own_tokens": engine.own_tokens,
+        "occupied_tokens": engine.prefetch_occupied_tokens,
+        "host_free_tokens": engine.host_free_tokens,
+    }
 
 
 async def _http_state(original: Any, *args: Any) -> Any:
