@@ -160,7 +160,7 @@ HICACHE = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
     [
         (HICACHE, set()),
         (["--enable-hicache", "--hicache-storage-backend=file"], set()),
-        (["--enable-hier", "--hicache-storage-backend=file", "--tp-si", "2"], {"parallelism"}),
+        (["--enable-hier", "--hicache-storage-backend=file", "--attn-cp-si", "2"], {"parallelism"}),
         ([], {"hierarchical-cache", "storage-backend"}),
         (["--enable-hierarchical-cache"], {"storage-backend"}),
         ([*HICACHE, "--hicache-host-memory-mode", "buffer_only"], {"host-memory-mode"}),
