@@ -625,6 +625,7 @@ def check_server(
         findings += _check_key(answers, info)
     if answers.overview is not None:
         findings += _check_engine(answers.overview.engine, prompt_tokens)
+        findings += _check_storage_calls(answers.overview)
     return findings
 
 
@@ -766,15 +767,22 @@ def _check_engine(engine: EngineStatus, prompt_tokens: int | None) -> list[Findi
         findings.append(
             _note("paused", "Generation is paused, and submits get 503.", "POST /continue_generation.")
         )
-    if engine.stalled_reads:
-        findings.append(
-            _problem(
-                "storage-reads",
-                f"{engine.stalled_reads} storage calls were given up and have not returned.",
-                "See whether the storage behind the backend hangs.",
-            )
-        )
     return findings
+
+
+def _check_storage_calls(overview: Overview) -> list[Finding]:
+    """Stalls of every replica."""
+    return [
+        _problem(
+            "storage-reads",
+            f"{engine.stalled_reads} storage calls were given up and have not returned"
+            f"{'' if engine.dp_rank is None else f' on replica {engine.dp_rank}'}; they keep "
+            f"{engine.quarantined_tokens} tokens of host memory.",
+            "See whether the storage behind the backend hangs.",
+        )
+        for engine in overview.replicas or [overview.engine]
+        if engine.stalled_reads
+    ]
 
 
 def _check_capacity(engine: EngineStatus) -> Finding:

@@ -114,6 +114,9 @@ def test_weights_updated(server: Server, prompt: Prompt) -> None:
     """KV of the old weights is never called restored for the new ones."""
     prefix = prompt(300 * PAGE)
     server.store(prefix + [5])
+    leased = prompt(40 * PAGE)
+    server.store(leased + [5])
+    assert server.ended(server.toolgap.submit(input_ids=leased, lease_s=600).operation_id).leased_tokens
     old = server.toolgap.overview().engine.namespace
     update = {"model_path": str(server.model)}
     with ThreadPoolExecutor() as pool, server.probe.hold("get") as wait_until_held:
@@ -125,6 +128,7 @@ def test_weights_updated(server: Server, prompt: Prompt) -> None:
     outcome = server.ended(operation_id)
     assert (outcome.state, outcome.reason) == (State.CANCELLED, Reason.WEIGHTS_UPDATED)
     assert server.toolgap.overview().engine.namespace != old
+    assert server.toolgap.overview().engine.leased_tokens == 0
     assert refusal(server, prefix, namespace=old) == (409, Code.NAMESPACE_MISMATCH)
     assert refusal(server, prefix) == (409, Code.STORAGE_STALE)
     # SGLang answers 200 to a clear that had nothing attached to clear.

@@ -7,6 +7,7 @@ import pytest
 from conftest import Prompt
 from harness import PAGE, Server, until
 
+from toolgap.engineclient import read_samples
 from toolgap.protocol import Code, OperationStatus, Reason, State, Target
 
 pytestmark = pytest.mark.engine
@@ -98,6 +99,43 @@ def test_promotion_evicts_nothing(server: Server, prompt: Prompt) -> None:
     answer = server.generate(prefix + [5])
     assert answer.sources == (0, 100 * PAGE, 0)
     assert answer.output_ids == recomputed.output_ids
+
+
+def test_metrics_tell_what_was_restored_promoted_and_used(server: Server, prompt: Prompt) -> None:
+    prefix, unused = prompt(80 * PAGE), prompt(40 * PAGE)
+    server.store(prefix + [5])
+    server.store(unused + [5])
+
+    def samples() -> dict[str, float]:
+        return read_samples(server.http.get("/metrics", follow_redirects=True).text)
+
+    before = samples()
+    restore(server, prefix, target=Target.DEVICE)
+    restore(server, unused)
+    server.generate(prefix + [5])
+    assert server.call(action="submit", input_ids=prefix, namespace="another").status_code == 409
+    server.flush()  # nobody can use the other one any more
+
+    def grown() -> dict[str, float]:
+        return {name: value - before.get(name, 0.0) for name, value in samples().items()}
+
+    name = "sglang:hicache_restore_{}_total".format
+    until("what was not used is counted", lambda: grown().get(name("wasted_tokens")))
+    after = grown()
+    expected = {
+        "accepted": 2,
+        "refused": 1,
+        "operations": 2,
+        "read_tokens": 120 * PAGE,
+        "inserted_tokens": 120 * PAGE,
+        "promoted_tokens": 80 * PAGE,
+        "used_tokens": 80 * PAGE,
+        "wasted_tokens": 40 * PAGE,
+    }
+    assert {metric: after.get(name(metric), 0.0) for metric in expected} == expected
+    assert after[name("saved_seconds")] > 0
+    assert after["sglang:hicache_restore_duration_seconds_count"] == 2
+    assert after["sglang:hicache_restore_bandwidth_bytes_per_second_count"] == 2
 
 
 # ---- leases ----
