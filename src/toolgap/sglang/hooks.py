@@ -13,12 +13,11 @@ from sglang.utils import TypeBasedDispatcher
 from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.settings import Settings
+from toolgap.sglang import orders
 from toolgap.sglang.internals import Engine, Prefix, metrics_of
 from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
-    Restore,
-    decode_order,
 )
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.storage_calls import StorageCalls
@@ -63,15 +62,9 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
 
 
 def take_order(message: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
-    """Carry out an order, unless it is one for another replica: every replica gets every order."""
-    restorer = _restorer
-    assert restorer is not None
-    dp_rank = restorer.engine.dp_rank
-    if dp_rank is not None:
-        order = decode_order(message)
-        if isinstance(order, Restore) and order.dp_rank != dp_rank:
-            return None
-    return restorer.handle(message)
+    """An order of the HTTP process, or of the rank whose clock decides."""
+    assert _restorer is not None
+    return orders.carry_out(_restorer, message)
 
 
 def get_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
@@ -299,7 +292,7 @@ def change_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) 
     _quiesce(Reason.STORAGE_REPLACED)
     output = original(scheduler, recv_req)
     if _restorer is not None and output.success:
-        _restorer.storage_changed(cleared=False)
+        _restorer.validity.storage_changed(cleared=False)
     return output
 
 
@@ -312,13 +305,13 @@ def clear_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 def storage_cleared(cleared: bool, _cache: Any) -> None:  # noqa: FBT001 - SGLang's result
     """After `UnifiedRadixCache.clear_storage_backend`, the only one that tells whether it was cleared."""
     if _restorer is not None and cleared:
-        _restorer.storage_changed(cleared=True)
+        _restorer.validity.storage_changed(cleared=True)
 
 
 def weight_version_changed(_result: Any, _scheduler: Any, new_version: str | None) -> None:
     """After the operator named the weights anew: the namespace has another fingerprint."""
     if _restorer is not None:
-        _restorer.namespace_changed()
+        _restorer.validity.namespace_changed()
 
 
 def _quiesce(reason: Reason) -> bool:

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import sys
 import time
 import uuid
 from array import array
@@ -31,10 +30,7 @@ from toolgap.operations import (
 )
 from toolgap.protocol import (
     Code,
-    EngineStatus,
-    ErrorReply,
     OperationStatus,
-    Overview,
     Reason,
     Refused,
     State,
@@ -44,20 +40,18 @@ from toolgap.settings import Settings
 from toolgap.sglang.internals import Engine, Hold, Match, Prefix, cause
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
-    CancelOperation,
     Decide,
-    Describe,
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
-    Quiesce,
     Restore,
-    decode_order,
     encode_order,
 )
 from toolgap.sglang.metrics import Metrics
+from toolgap.sglang.pace import Pace
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
 from toolgap.sglang.usage import Usage
+from toolgap.sglang.validity import Validity
 from toolgap.sglang.work import Join, Work
 
 logger = logging.getLogger(__name__)
@@ -115,76 +109,13 @@ class Restorer:
         self.load: Load | None = None
         """The last promotion: a batch that starts while it goes on waits for its layers."""
         self._arrivals = itertools.count()
-        self._switch_interval_s: float | None = None
-        """Python's own, while ours is in force."""
-        self.weights_epoch = 0
-        self.stale_cache = False
-        self.stale_storage = False
-        self.storage_was_replaced = False
-        self._namespace: str | None = None
+        self._pace = Pace(settings.switch_interval_s)
+        self.validity = Validity(engine)
 
     @property
     def idle(self) -> bool:
         """Whether no hook has anything to do."""
         return not (self.work or self.stalls or self.leases)
-
-    # ---- messages ----
-
-    def handle(self, request: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
-        """Carry out one order from the HTTP process. Never raises."""
-        try:
-            return self._carry_out(request)
-        except Refused as refusal:
-            error = refusal
-        except Exception:
-            logger.exception("toolgap: a request failed")
-            error = Refused(Code.INTERNAL_ERROR, "a fault in toolgap; see the server's log")
-        return HicachePrefetchReqOutput(
-            rid=request.rid,
-            status=error.status,
-            body=_to_json(ErrorReply(error=error.error)),
-            retry_after_s=error.error.retry_after_s,
-        )
-
-    def _carry_out(self, request: HicachePrefetchReqInput) -> HicachePrefetchReqOutput | None:
-        match decode_order(request):
-            case Restore() as order:
-                try:
-                    status = self.submit(order, request)
-                except Refused as refusal:
-                    self.metrics.refused(refusal.error.code)
-                    raise
-                return self._reply(request, status)
-            case Describe(operation_id=None):
-                return self._reply(request, self.overview())
-            case Describe(operation_id=str(operation_id)):
-                return self._reply(request, self._known(operation_id).status(self.clock()))
-            case CancelOperation(operation_id=operation_id):
-                return self._reply(request, self.cancel(operation_id))
-            case Quiesce():
-                self._quiesce_for_release()
-                return HicachePrefetchReqOutput(rid=request.rid, status=200, body=b"{}")
-            case Decide() as decision:
-                self._apply(decision)
-        return None
-
-    def _reply(
-        self, request: HicachePrefetchReqInput, body: OperationStatus | Overview
-    ) -> HicachePrefetchReqOutput:
-        output = HicachePrefetchReqOutput(rid=request.rid, status=200, body=_to_json(body))
-        if isinstance(body, OperationStatus):
-            output.operation_id, output.ended = body.operation_id, body.state.terminal
-        return output
-
-    def _known(self, operation_id: str) -> Operation:
-        operation = self.log.find(operation_id)
-        if operation is None:
-            raise Refused(
-                Code.UNKNOWN_OPERATION,
-                f"no operation {operation_id!r} is active or among the {self.settings.max_outcomes} most recent",
-                field="operation_id",
-            )
-        return operation
 
     # ---- submit ----
 
@@ -211,7 +142,7 @@ class Restorer:
         operation = Operation(
             operation_id=order.operation_id,
             fingerprint=fingerprint,
-            namespace=self.namespace,
+            namespace=self.validity.namespace,
             requested_tokens=len(token_ids),
             aligned_tokens=self.engine.align(len(token_ids)),
             ttl_s=order.ttl_s,
@@ -230,7 +161,7 @@ class Restorer:
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.metrics.accepted(operation)
-        self._set_pace()
+        self._pace.quicken(active=bool(self.work))
         self._place(work)
         self._dispatch()
         self._sample()
@@ -282,28 +213,14 @@ class Restorer:
         engine = self.engine
         if obstacle := engine.obstacle():
             raise Refused(Code.NOT_SUPPORTED, obstacle)
-        if order.namespace is not None and order.namespace != self.namespace:
-            raise Refused(
-                Code.NAMESPACE_MISMATCH,
-                f"this server's namespace is {self.namespace}: model, weights, KV layout or storage differ",
-                field="namespace",
-            )
+        self.validity.check_namespace(order.namespace)
         if order.target is Target.DEVICE and (obstacle := engine.promotion_obstacle()):
             raise Refused(Code.NOT_SUPPORTED, obstacle, field="target")
         if order.lease_s is not None and self.max_leased_tokens == 0:
             raise Refused(
                 Code.NOT_SUPPORTED, "this server grants no leases (TOOLGAP_LEASE_SHARE is 0)", field="lease_s"
             )
-        if obstacle := engine.storage_obstacle():
-            if self.storage_was_replaced and not engine.storage_backend:
-                raise Refused(Code.STORAGE_REPLACED, "the storage backend was detached: attach one first")
-            raise Refused(Code.NOT_SUPPORTED, obstacle)
-        if self.stale_cache or self.stale_storage:
-            raise Refused(
-                Code.STORAGE_STALE,
-                "weights were updated, and the cache or storage may hold KV of the old ones: POST /flush_cache, then "
-                "POST /hicache/storage-backend/clear",
-            )
+        self.validity.check_storage()
         if engine.paused:
             raise Refused(Code.PAUSED, "the engine is paused", retry_after_s=1.0)
         if engine.flush_pending:
@@ -334,13 +251,6 @@ class Restorer:
     def max_leased_tokens(self) -> int:
         """Host memory that leases may hold."""
         return self.engine.align(int(self.engine.host_total_tokens * self.settings.lease_share))
-
-    @property
-    def namespace(self) -> str:
-        """Fingerprint of what this server's KV is valid for."""
-        if self._namespace is None:
-            self._namespace = self.engine.namespace(self.weights_epoch)
-        return self._namespace
 
     # ---- turns ----
 
@@ -526,19 +436,6 @@ class Restorer:
             self.metrics.recovered()
         self._sample()
 
-    def _set_pace(self) -> None:
-        """While operations are active, let threads take turns in the interpreter more often.
-
-        SGLang's storage threads run Python in the scheduler's process. At Python's own interval, 5 ms, each
-        step of the scheduler may wait as long for the interpreter, and each step of a read for the scheduler.
-        """
-        if self.work and self._switch_interval_s is None and self.settings.switch_interval_s:
-            self._switch_interval_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._switch_interval_s, self.settings.switch_interval_s))
-        elif not self.work and self._switch_interval_s is not None:
-            sys.setswitchinterval(self._switch_interval_s)
-            self._switch_interval_s = None
-
     def _sample(self) -> None:
         self.metrics.sample(
             active=len(self.work),
@@ -671,7 +568,7 @@ class Restorer:
         work.read = work.leader = work.leading_request = work.promotion = None
         forgotten = self.log.end(operation, state, reason)
         self._settle_memory(work)
-        self._set_pace()
+        self._pace.quicken(active=bool(self.work))
         self.metrics.ended(operation, self.engine.token_bytes)
         if unused_tokens := sum(self.usage.forget(outcome) for outcome in forgotten):
             self.metrics.wasted(unused_tokens)
@@ -713,7 +610,7 @@ class Restorer:
         if hold is None:
             return
         natural = operation.state in (State.RESTORED, State.PARTIAL)
-        if natural and operation.lease_s is not None and not self.stale_cache:
+        if natural and operation.lease_s is not None and not self.validity.stale_cache:
             until_s = self.clock() + operation.lease_s
             self.leases.grant(Lease(operation, work.prefix, hold, until_s), work.landed_tokens)
         else:
@@ -752,9 +649,24 @@ class Restorer:
 
     # ---- stopping ----
 
+    def find(self, operation_id: str) -> Operation:
+        """An active or recent operation.
+
+        Raises:
+            Refused: 404 if there is none.
+        """
+        operation = self.log.find(operation_id)
+        if operation is None:
+            raise Refused(
+                Code.UNKNOWN_OPERATION,
+                f"no operation {operation_id!r} is active or among the {self.settings.max_outcomes} most recent",
+                field="operation_id",
+            )
+        return operation
+
     def cancel(self, operation_id: str) -> OperationStatus:
         """Stop an operation for a client, or end its lease. Idempotent."""
-        operation = self._known(operation_id)
+        operation = self.find(operation_id)
         if operation.ended_at is None:
             self._stop(self.work[operation_id], CANCELLED)
         else:
@@ -794,7 +706,8 @@ class Restorer:
             if work.operation.ended_at is None and work.operation.stop is None:
                 self._stop(work, stop, for_all=True)
 
-    def _apply(self, decision: Decide) -> None:
+    def apply(self, decision: Decide) -> None:
+        """Do what one rank's clock decided, on every rank. Idempotent."""
         for operation_ids, stop, at_once in (
             (decision.expire, EXPIRED, False),
             (decision.stall, STALLED, True),
@@ -864,7 +777,12 @@ class Restorer:
             time.sleep(_DRAIN_PAUSE_S)
         logger.warning("toolgap: a storage call does not return")
 
-    def _quiesce_for_release(self) -> None:
+    def quiesce_for_release(self) -> None:
+        """End every operation before memory goes.
+
+        Raises:
+            Refused: 503 if a storage call hangs.
+        """
         self.quiesce(Reason.MEMORY_RELEASED)
         if self._is_busy():
             raise Refused(
@@ -899,7 +817,7 @@ class Restorer:
                 self.log.end(work.operation, State.FAILED, Reason.INTERNAL_ERROR)
                 self._tell(work)
         self.work.clear()
-        self._set_pace()
+        self._pace.quicken(active=bool(self.work))
         self.joins.clear()
         self.engine.own_tokens = 0
         self.load = None
@@ -943,7 +861,7 @@ class Restorer:
         """The whole cache was dropped, and SGLang's bookkeeping with it."""
         self.engine.own_tokens = 0
         self.load = None
-        self.stale_cache = False
+        self.validity.cache_dropped()
         self.leases.forget_all()
         works = list(self.work.values())
         for work in works:
@@ -953,64 +871,10 @@ class Restorer:
         if unused_tokens := self.usage.forget_all():
             self.metrics.wasted(unused_tokens)
 
-    def namespace_changed(self) -> None:
-        """Something that the namespace is made of changed."""
-        self._namespace = None
-
     def weights_changed(self) -> None:
-        """KV in the cache and in storage may be of other weights from now on."""
-        self.weights_epoch += 1
+        """KV in the cache may be of other weights from now on."""
+        self.validity.weights_changed()
         self.leases.end_all()
-        self.namespace_changed()
-        self.stale_cache = self.stale_storage = True
-
-    def storage_changed(self, *, cleared: bool) -> None:
-        """The storage backend was attached, detached or cleared."""
-        self.namespace_changed()
-        self.storage_was_replaced = True
-        if cleared and not self.stale_cache:
-            self.stale_storage = False
-
-    # ---- reports ----
-
-    def overview(self) -> Overview:
-        """All active operations, recent outcomes and the engine.
-
-        Raises:
-            Refused: 501 where there is nothing to report on.
-        """
-        engine = self.engine
-        if obstacle := engine.obstacle():
-            raise Refused(Code.NOT_SUPPORTED, obstacle)
-        now = self.clock()
-        return Overview(
-            active=[operation.status(now) for operation in self.log],
-            recent=[operation.status(now) for operation in reversed(self.log.outcomes.values())],
-            engine=EngineStatus(
-                namespace=self.namespace,
-                storage_backend=engine.storage_backend,
-                prefetch_policy=engine.prefetch_policy,
-                prefetch_threshold_tokens=engine.prefetch_threshold_tokens,
-                page_tokens=engine.page_tokens,
-                host_total_tokens=engine.host_total_tokens,
-                host_free_tokens=engine.host_free_tokens,
-                prefetch_capacity_tokens=engine.prefetch_capacity_tokens,
-                prefetch_occupied_tokens=engine.prefetch_occupied_tokens,
-                prefetch_retries_pending=engine.prefetch_retries_pending,
-                reads_in_flight=engine.reads_in_flight,
-                max_operations=self.settings.max_operations,
-                max_operation_tokens=self.max_operation_tokens,
-                waiting_joins=len(self.joins),
-                stalled_reads=self.stalls.given_up,
-                paused=engine.paused,
-                budget_tokens=self.budget_tokens,
-                budget_used_tokens=self.budget_used_tokens,
-                quarantined_tokens=self.stalls.quarantined_tokens,
-                leased_tokens=self.leases.tokens,
-                max_leased_tokens=self.max_leased_tokens,
-                dp_rank=engine.dp_rank,
-            ),
-        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless records, reads and joins agree with each other and with SGLang."""

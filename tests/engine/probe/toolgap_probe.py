@@ -199,7 +199,7 @@ def _agreed(restorer: Any) -> dict[str, Any]:
             for operation in (restorer.log.active | restorer.log.outcomes).values()
         },
         "joins": sorted(handle.rid for handle in restorer.joins),
-        "namespace": restorer.namespace,
+        "namespace": restorer.validity.namespace,
         "own_tokens": engine.own_tokens,
         "occupied_tokens": engine.prefetch_occupied_tokens,
         "host_free_tokens": engine.host_free_tokens,
