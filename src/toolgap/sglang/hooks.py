@@ -57,7 +57,9 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     global _restorer
     if _unready():
         return
-    _restorer = Restorer(Engine(scheduler), _settings, _calls, metrics_of(scheduler))
+    engine = Engine(scheduler)
+    engine.agree_on_start()
+    _restorer = Restorer(engine, _settings, _calls, metrics_of(scheduler))
     scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, take_order)])
 
 
@@ -263,20 +265,25 @@ def call_storage(original: Callable[..., Any], controller: Any, operation: Any) 
 def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
     """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
     restorer = _restorer
-    if restorer is not None:
-        engine = restorer.engine
-        has_requests, busy = engine.any_rank([not engine.free_of_requests, not restorer.quiet])
-        if busy and not has_requests and not _quiesce(Reason.FLUSHED):
-            logger.warning("toolgap: flush refused: a storage call has not returned")
-            return False
+    if restorer is not None and _must_end_operations(restorer) and not _quiesce(Reason.FLUSHED):
+        logger.warning("toolgap: flush refused: a storage call has not returned")
+        return False
     return original(scheduler, empty_cache)
+
+
+def _must_end_operations(restorer: Restorer) -> bool:
+    """Whether a flush would fail for operations alone: SGLang refuses it anyhow while there are requests."""
+    engine = restorer.engine
+    if not engine.may_ask:
+        return restorer.is_busy()
+    has_requests, busy = engine.any_rank([not engine.free_of_requests, not restorer.quiet])
+    return busy and not has_requests
 
 
 def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """Around the weight updates: end operations, and never call KV of the old weights restored."""
     _quiesce(Reason.WEIGHTS_UPDATED)
     if _restorer is not None:
-        _restorer.engine.agree_on_start()
         _restorer.weights_changed()
     return original(updater, recv_req)
 
@@ -319,14 +326,10 @@ def _quiesce(reason: Reason) -> bool:
     restorer = _restorer
     if restorer is None:
         return True
-    if not _is_busy(restorer):
+    if not restorer.is_busy():
         return True
     try:
         restorer.quiesce(reason)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "quiesce")
-    return not _is_busy(restorer)
-
-
-def _is_busy(restorer: Restorer) -> bool:
-    return restorer.engine.any_rank([not restorer.quiet])[0]
+    return not restorer.is_busy()

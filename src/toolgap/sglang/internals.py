@@ -524,7 +524,7 @@ class Engine:
     @property
     def reads_in_flight(self) -> int:
         """Reads of operations and of ordinary requests."""
-        return len(self.cache.ongoing_prefetch)
+        return len(getattr(self.cache, "ongoing_prefetch", ()))
 
     def namespace(self, weights_epoch: int) -> str:
         """Fingerprint of what KV is valid for, 16 hex digits.
@@ -868,8 +868,8 @@ class Engine:
         as many flags, in the scheduler's thread. A replica of data parallelism asks itself only.
 
         With pipeline parallelism the answer is that of the first stage's ranks, and later stages take it
-        over as it is: they handle each message after the first stage did, so that it cannot wait for their
-        flags. A later stage that must wait for a thread of its own does so by itself, without a decision.
+        over as it is. There it may be asked in the scheduler's step only, right after SGLang's own exchange:
+        see :attr:`may_ask`.
         """
         return [bool(number) for number in self._highest([int(flag) for flag in flags])]
 
@@ -883,13 +883,11 @@ class Engine:
         return [int(number) for number in data.tolist()]
 
     def agree_on_start(self) -> None:
-        """Learn when this server started. A collective on the first call.
+        """Learn when this server started. A collective, before the scheduler's first step.
 
         The launcher started every rank of one node, whose clocks and parents may differ from another
         node's: the latest start stands for all.
         """
-        if self.server_start:
-            return
         import psutil
 
         started_us = round(psutil.Process(os.getppid()).create_time() * 1e6)
@@ -902,13 +900,13 @@ class Engine:
         return getattr(cache, "tp_world_size", 1) > 1 or getattr(cache, "pp_size", 1) > 1
 
     @property
-    def may_drain(self) -> bool:
-        """Whether :meth:`drain` may be repeated while a message is handled.
+    def may_ask(self) -> bool:
+        """Whether ranks may ask each other, and drain, while a message is handled.
 
-        With pipeline parallelism it may not: each pass waits until the next stage has taken part in the
-        last one, and that stage gets the message only once this one is done with it.
+        With pipeline parallelism they may not: the first stage's next step waits until the later ones have
+        taken part, and these get the message only after they were given the outputs of that step.
         """
-        return bool(self.cache.pp_size == 1)
+        return getattr(self.cache, "pp_size", 1) == 1
 
     def drain(self) -> None:
         """One pass over SGLang's asynchronous HiCache events. A collective on several ranks."""

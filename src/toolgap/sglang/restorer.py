@@ -101,7 +101,7 @@ class Restorer:
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
         self.joins: dict[Any, Join] = {}
-        self.stalls = Stalls(engine, calls, clock)
+        self.stalls = Stalls(engine, calls, metrics, clock)
         self.leases = Leases(engine)
         self.usage = Usage()
         self.guarding = False
@@ -432,8 +432,7 @@ class Restorer:
             if work.operation.ended_at is None:
                 self._follow(work)
         self._dispatch()
-        for _ in range(self.stalls.settle()):
-            self.metrics.recovered()
+        self.stalls.settle()
         self._sample()
 
     def _sample(self) -> None:
@@ -696,8 +695,6 @@ class Restorer:
         if not self.engine.in_flight(read):
             key = f"{read.handle.rid}.{read.handle.attempt_id}"
             self.stalls.leave(key, read.operation, self.engine.quarantined_tokens(read), hangs=at_once)
-            if at_once and self.stalls.hanging:
-                self.metrics.stalled()
             self._conclude(work)
 
     def _stop_all(self, stop: Stop) -> None:
@@ -726,11 +723,8 @@ class Restorer:
                 self._leave(handle)
         for operation_id in decision.unlease:
             self.leases.end(operation_id)
-        for _ in range(self.stalls.hang(decision.hang)):
-            self.metrics.stalled()
-        for _ in range(self.stalls.replace(decision.replace)):
-            logger.warning("toolgap: a storage call has hung for long; another thread has taken its place")
-            self.metrics.recovered()
+        self.stalls.hang(decision.hang)
+        self.stalls.replace(decision.replace)
 
     def decide(self) -> HicachePrefetchReqInput | None:
         """What time asks for, on the one rank that decides; said again until it was applied."""
@@ -768,10 +762,10 @@ class Restorer:
         self._stop_all(Stop(State.CANCELLED, reason))
         if reason is not Reason.STORAGE_REPLACED:
             self.leases.end_all()
-        if not self.engine.may_drain:
+        if not self.engine.may_ask:
             return
         for _ in range(_DRAIN_PASSES):
-            if not self._is_busy():
+            if not self.is_busy():
                 return
             self.engine.drain()
             time.sleep(_DRAIN_PAUSE_S)
@@ -784,7 +778,7 @@ class Restorer:
             Refused: 503 if a storage call hangs.
         """
         self.quiesce(Reason.MEMORY_RELEASED)
-        if self._is_busy():
+        if self.is_busy():
             raise Refused(
                 Code.STORAGE_STALLED,
                 "a storage call of a restore has not returned, and memory cannot be released under it",
@@ -796,9 +790,11 @@ class Restorer:
         """Whether SGLang can stop this rank's storage threads: no operation is active, and no call is running."""
         return not self.work and not self.calls
 
-    def _is_busy(self) -> bool:
-        """Whether a rank is not quiet. A collective."""
-        return self.engine.any_rank([not self.quiet])[0]
+    def is_busy(self) -> bool:
+        """Whether a rank's storage threads cannot be stopped. Asked on every rank at the same step."""
+        if self.engine.may_ask:
+            return self.engine.any_rank([not self.quiet])[0]
+        return bool(self.work or self.stalls or self.engine.reads_in_flight)
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
