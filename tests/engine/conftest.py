@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import Server
+from harness import PATIENT, Server
 
 from toolgap.cpu.model import build_tiny_model
 
@@ -21,11 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that leave it as they found it."""
     environment = {
-        # Holds end when the test says so, not by a time-out.
-        "TOOLGAP_JOIN_TIMEOUT_S": "600",
-        "TOOLGAP_STALL_TIMEOUT_S": "600",
-        "TOOLGAP_STOP_GRACE_S": "600",
-        "TOOLGAP_DEFAULT_TTL_S": "600",
+        **PATIENT,
         "TOOLGAP_MAX_OPERATIONS": "4",
         "TOOLGAP_MAX_BODY_BYTES": "200000",
     }
@@ -36,12 +32,8 @@ def shared_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 def server(shared_server: Server) -> Iterator[Server]:
     """The shared server with an empty cache; afterwards everything is back where it was."""
-    shared_server.probe.reset()
-    shared_server.flush()
-    before = shared_server.baseline()
-    yield shared_server
-    shared_server.probe.reset()
-    shared_server.check_back_at(before)
+    with shared_server.left_as_found():
+        yield shared_server
 
 
 @pytest.fixture

@@ -30,6 +30,14 @@ DEADLINE_S = 120.0
 START_DEADLINE_S = 400.0
 """A start imports most of SGLang three times: minutes on a busy machine with two cores."""
 
+PATIENT = {
+    "TOOLGAP_JOIN_TIMEOUT_S": "600",
+    "TOOLGAP_STALL_TIMEOUT_S": "600",
+    "TOOLGAP_STOP_GRACE_S": "600",
+    "TOOLGAP_DEFAULT_TTL_S": "600",
+}
+"""Settings under which holds end when the test says so, not by a time-out."""
+
 
 def until(what: str, condition: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
     """Wait for a state of the server that cannot be awaited as an event; fails loudly."""
@@ -384,6 +392,16 @@ class Server:
     def baseline(self) -> dict[str, int]:
         """What must be the same before and after anything that leaves nothing behind."""
         return self.traces() | {"host_free_tokens": sum(e.host_free_tokens for e in self.engines())}
+
+    @contextlib.contextmanager
+    def left_as_found(self) -> Iterator[None]:
+        """For a test on a server that others use too: an empty cache, and afterwards everything back at that."""
+        self.probe.reset()
+        self.flush()
+        before = self.baseline()
+        yield
+        self.probe.reset()
+        self.check_back_at(before)
 
     def check_back_at(self, before: dict[str, int]) -> None:
         """Fail unless everything is back at an earlier :meth:`baseline`."""

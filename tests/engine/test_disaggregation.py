@@ -79,12 +79,8 @@ def prefill_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture
 def server(prefill_server: PrefillServer) -> Iterator[PrefillServer]:
     """A prefill server with an empty cache; afterwards everything is back where it was."""
-    prefill_server.probe.reset()
-    prefill_server.flush()
-    before = prefill_server.baseline()
-    yield prefill_server
-    prefill_server.probe.reset()
-    prefill_server.check_back_at(before)
+    with prefill_server.left_as_found():
+        yield prefill_server
 
 
 @pytest.fixture

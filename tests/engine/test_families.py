@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, PATIENT, Server, until
 
 from toolgap.cpu.model import build_tiny_latent_model, build_tiny_window_model
 from toolgap.protocol import OperationStatus, Reason, State
@@ -20,11 +20,7 @@ SHORT, LONG = 20, 80
 
 
 ENVIRONMENT = {
-    # Holds end when the test says so, not by a time-out.
-    "TOOLGAP_JOIN_TIMEOUT_S": "600",
-    "TOOLGAP_STALL_TIMEOUT_S": "600",
-    "TOOLGAP_STOP_GRACE_S": "600",
-    "TOOLGAP_DEFAULT_TTL_S": "600",
+    **PATIENT,
 }
 
 
@@ -44,12 +40,8 @@ def shared_windows(window_model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def windows(shared_windows: Server) -> Iterator[Server]:
     """A server of a sliding-window model with an empty cache; afterwards everything is back where it was."""
-    shared_windows.probe.reset()
-    shared_windows.flush()
-    before = shared_windows.baseline()
-    yield shared_windows
-    shared_windows.probe.reset()
-    shared_windows.check_back_at(before)
+    with shared_windows.left_as_found():
+        yield shared_windows
 
 
 @pytest.fixture

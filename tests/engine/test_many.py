@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, PATIENT, Server, until
 
 from toolgap.protocol import Code, Reason, State
 
@@ -25,10 +25,7 @@ def many_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "TOOLGAP_READS_AT_ONCE": "1",
         "TOOLGAP_MAX_OPERATIONS": "16",
         "TOOLGAP_MAX_OPERATION_TOKENS": "6400",
-        "TOOLGAP_JOIN_TIMEOUT_S": "600",
-        "TOOLGAP_STALL_TIMEOUT_S": "600",
-        "TOOLGAP_STOP_GRACE_S": "600",
-        "TOOLGAP_DEFAULT_TTL_S": "600",
+        **PATIENT,
     }
     folder = tmp_path_factory.mktemp("many")
     arguments = ("--max-running-requests", "1")
@@ -38,12 +35,8 @@ def many_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def server(many_server: Server) -> Iterator[Server]:
-    many_server.probe.reset()
-    many_server.flush()
-    before = many_server.baseline()
-    yield many_server
-    many_server.probe.reset()
-    many_server.check_back_at(before)
+    with many_server.left_as_found():
+        yield many_server
 
 
 def pages_of(server: Server, prefix: list[int]) -> list[str]:

@@ -31,12 +31,8 @@ def memory_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def server(memory_server: Server) -> Iterator[Server]:
-    memory_server.probe.reset()
-    memory_server.flush()
-    before = memory_server.baseline()
-    yield memory_server
-    memory_server.probe.reset()
-    memory_server.check_back_at(before)
+    with memory_server.left_as_found():
+        yield memory_server
 
 
 def restore(server: Server, prefix: list[int], **fields: object) -> OperationStatus:

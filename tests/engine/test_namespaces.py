@@ -81,12 +81,8 @@ def lora_server(
 @pytest.fixture
 def birds(lora_server: Server) -> Iterator[Server]:
     """A server with two LoRA adapters, its cache empty; afterwards everything is back where it was."""
-    lora_server.probe.reset()
-    lora_server.flush()
-    before = lora_server.baseline()
-    yield lora_server
-    lora_server.probe.reset()
-    lora_server.check_back_at(before)
+    with lora_server.left_as_found():
+        yield lora_server
 
 
 @pytest.fixture

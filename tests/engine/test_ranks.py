@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, PATIENT, Server, until
 
 from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State
@@ -27,11 +27,7 @@ pytestmark = pytest.mark.engine
 
 ENVIRONMENT = {
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-    # Holds end when the test says so, not by a time-out.
-    "TOOLGAP_JOIN_TIMEOUT_S": "600",
-    "TOOLGAP_STALL_TIMEOUT_S": "600",
-    "TOOLGAP_STOP_GRACE_S": "600",
-    "TOOLGAP_DEFAULT_TTL_S": "600",
+    **PATIENT,
     "TOOLGAP_MAX_OPERATIONS": "24",
     "TOOLGAP_REPLY_TIMEOUT_S": "15",
 }
@@ -84,12 +80,8 @@ def build_tiny_qwen3(llama: Path, folder: Path) -> Path:
 @pytest.fixture
 def ranks(ranks_server: Server) -> Iterator[Server]:
     """The module's server with an empty cache; afterwards everything is back where it was, on every rank."""
-    ranks_server.probe.reset()
-    ranks_server.flush()
-    before = ranks_server.baseline()
-    yield ranks_server
-    ranks_server.probe.reset()
-    ranks_server.check_back_at(before)
+    with ranks_server.left_as_found():
+        yield ranks_server
 
 
 @pytest.fixture

@@ -25,12 +25,8 @@ def stalling_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def server(stalling_server: Server) -> Iterator[Server]:
-    stalling_server.probe.reset()
-    stalling_server.flush()
-    before = stalling_server.baseline()
-    yield stalling_server
-    stalling_server.probe.reset()
-    stalling_server.check_back_at(before)
+    with stalling_server.left_as_found():
+        yield stalling_server
 
 
 def accepts(server: Server, prefix: list[int]) -> str | None:

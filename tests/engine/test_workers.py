@@ -62,12 +62,8 @@ def worker_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 def server(worker_server: Server) -> Iterator[Server]:
     """A server with two workers, its cache empty; afterwards everything is back where it was."""
-    worker_server.probe.reset()
-    worker_server.flush()
-    before = worker_server.baseline()
-    yield worker_server
-    worker_server.probe.reset()
-    worker_server.check_back_at(before)
+    with worker_server.left_as_found():
+        yield worker_server
 
 
 def both(server: Server) -> Iterator[tuple[Worker, Worker]]:
