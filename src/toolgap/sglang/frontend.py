@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import sys
 import time
 from array import array
@@ -241,7 +242,9 @@ class Frontend:
             logger.exception("toolgap: a call failed")
             reply = _refusal(Refused(Code.INTERNAL_ERROR, "a fault in toolgap; see the server's log"))
         headers = (
-            {} if reply.retry_after_s is None else {"Retry-After": str(max(1, round(reply.retry_after_s)))}
+            {}
+            if reply.retry_after_s is None
+            else {"Retry-After": str(max(1, math.ceil(reply.retry_after_s)))}
         )
         return Response(reply.body, reply.status, headers, media_type="application/json")
 
