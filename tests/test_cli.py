@@ -29,6 +29,7 @@ from toolgap.protocol import (
     Overview,
     Reason,
     State,
+    Target,
 )
 from toolgap.settings import Settings, variable
 from toolgap.terminal import EXITS, Exit
@@ -140,8 +141,30 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 # ---- operations ----
 
 
+def test_a_status_shows_where_kv_went_and_what_holds_it(server: Server) -> None:
+    shown = msgspec.structs.replace(
+        RESTORED, target=Target.DEVICE, promoted_tokens=992, lease_s=30.0, leased_tokens=992, dp_rank=1
+    )
+    server.reply = lambda _: reply(shown)
+    lines = dict(line.split("  ", 1) for line in run("status", "op-1").stdout.splitlines() if "  " in line)
+    rows = {name: value.strip() for name, value in lines.items()}
+    assert rows["promoted"] == "992 tokens"
+    assert rows["leased"] == "992 tokens, for 30 s"
+    assert rows["replica"] == "1"
+    server.reply = lambda _: reply(RESTORED)
+    plain = run("status", "op-1").stdout
+    assert not any(name in plain for name in ("promoted", "leased", "replica"))
+
+
+def test_an_overview_shows_calls_that_hang(server: Server) -> None:
+    stalled = msgspec.structs.replace(ENGINE, stalled_reads=2, quarantined_tokens=640)
+    server.reply = lambda _: reply(Overview(active=[], recent=[], engine=stalled))
+    assert "2 storage calls, with 640 tokens" in run("status").stdout
+
+
 def test_submit_sends_what_was_asked(server: Server) -> None:
     options = ["--id", "op-1", "--extra-key", "k", "--cache-salt", "s", "--ttl", "5", "--namespace", "n"]
+    options += ["--lora", "a", "--dp-rank", "1", "--gap", "2", "--target", "device", "--lease", "9"]
     result = run("submit", "--text", "hello", *options)
     assert result.exit_code == Exit.OK
     assert server.bodies == [
@@ -151,7 +174,12 @@ def test_submit_sends_what_was_asked(server: Server) -> None:
             "operation_id": "op-1",
             "extra_key": "k",
             "cache_salt": "s",
+            "lora_path": "a",
+            "routed_dp_rank": 1,
             "ttl_s": 5.0,
+            "expected_gap_s": 2.0,
+            "target": "device",
+            "lease_s": 9.0,
             "namespace": "n",
         }
     ]

@@ -23,7 +23,7 @@ from toolgap import protocol
 from toolgap.bench.cli import app as bench_app
 from toolgap.client import DEFAULT_URL, SubmitFields, Toolgap
 from toolgap.doctor import Finding, Level, has_problem
-from toolgap.protocol import OperationStatus, Overview, State
+from toolgap.protocol import OperationStatus, Overview, State, Target
 from toolgap.serve import ServeError
 from toolgap.settings import Settings, SettingsError, variable
 from toolgap.terminal import (
@@ -87,9 +87,37 @@ def submit(
     ] = None,
     extra_key: Annotated[str | None, typer.Option(help="As in /generate.", show_default=False)] = None,
     cache_salt: Annotated[str | None, typer.Option(help="As in /generate.", show_default=False)] = None,
+    lora_path: Annotated[
+        str | None, typer.Option("--lora", metavar="NAME", help="A LoRA adapter's name.", show_default=False)
+    ] = None,
+    dp_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="With data parallelism: the continuation's replica.", show_default=False),
+    ] = None,
     ttl_s: Annotated[
         float | None,
         typer.Option("--ttl", metavar="SECONDS", help="Pending work stops after this.", show_default=False),
+    ] = None,
+    expected_gap_s: Annotated[
+        float | None,
+        typer.Option(
+            "--gap",
+            metavar="SECONDS",
+            help="When the continuation is expected: operations are served in that order.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        Target | None, typer.Option(help="device: promote to free device memory too.", show_default=False)
+    ] = None,
+    lease_s: Annotated[
+        float | None,
+        typer.Option(
+            "--lease",
+            metavar="SECONDS",
+            help="Hold it in host memory for so long, or until a request uses it.",
+            show_default=False,
+        ),
     ] = None,
     namespace: Annotated[
         str | None, typer.Option(help="Refuse unless the server's is this one.", show_default=False)
@@ -114,7 +142,12 @@ def submit(
         "operation_id": operation_id,
         "extra_key": extra_key,
         "cache_salt": cache_salt,
+        "lora_path": lora_path,
+        "routed_dp_rank": dp_rank,
         "ttl_s": ttl_s,
+        "expected_gap_s": expected_gap_s,
+        "target": target,
+        "lease_s": lease_s,
         "namespace": namespace,
     }
     if ids_file is not None:
@@ -210,7 +243,7 @@ def _print_operation(status: OperationStatus, *, as_json: bool) -> None:
     )
     rows = {
         "operation": status.operation_id,
-        "state": f"{status.state}{' (stopping)' if status.stopping else ''}",
+        "state": status.state + " (stopping)" * status.stopping + " (waits for its turn)" * status.queued,
         "reason": reason,
         "requested": f"{status.requested_tokens} tokens, {status.aligned_tokens} in whole pages",
         "resident before": f"{status.resident_tokens} tokens",
@@ -218,13 +251,18 @@ def _print_operation(status: OperationStatus, *, as_json: bool) -> None:
         if status.found_tokens is None
         else f"{status.found_tokens} tokens",
         "read": f"{status.read_tokens} tokens ({status.inserted_tokens} kept)",
+        "promoted": f"{status.promoted_tokens} tokens" if status.target is Target.DEVICE else None,
+        "leased": f"{status.leased_tokens} tokens, for {status.lease_s:g} s" if status.lease_s else None,
+        "used": f"{status.used_tokens} tokens",
         "joined": f"{status.joined_requests} requests",
         "elapsed": f"{status.elapsed_s:.3f} s of {status.ttl_s:g} s",
         "namespace": status.namespace,
+        "replica": None if status.dp_rank is None else str(status.dp_rank),
     }
     width = max(map(len, rows))
     for name, value in rows.items():
-        say(f"{name:{width}}  {value}")
+        if value is not None:
+            say(f"{name:{width}}  {value}")
 
 
 def _print_overview(overview: Overview, *, as_json: bool) -> None:
@@ -238,6 +276,12 @@ def _print_overview(overview: Overview, *, as_json: bool) -> None:
         f"{engine.prefetch_occupied_tokens} of {engine.prefetch_capacity_tokens} tokens"
     )
     say(f"host       {engine.host_free_tokens} of {engine.host_total_tokens} tokens free")
+    say(
+        f"budget     {engine.budget_used_tokens} of {engine.budget_tokens} tokens to read, "
+        f"{engine.leased_tokens} of {engine.max_leased_tokens} leased"
+    )
+    if engine.stalled_reads:
+        say(f"stalled    {engine.stalled_reads} storage calls, with {engine.quarantined_tokens} tokens")
     say(f"operations {len(overview.active)} active of {engine.max_operations}, {len(overview.recent)} recent")
     if overview.active or overview.recent:
         Console(highlight=False).print(_operations_table([*overview.active, *overview.recent]))
