@@ -326,6 +326,37 @@ def test_an_operation_that_follows_another_does_not_stall_itself(log: OperationL
     assert not log.due(LIMITS)
 
 
+def test_an_operation_that_waits_for_its_turn_does_not_stall_and_starts_anew_with_it(
+    log: OperationLog, clocks: Clocks
+) -> None:
+    operation = accepted(log, ttl_s=600.0)
+    log.wait(operation, queued=True)
+    assert operation.status(clocks.now_s).queued
+    clocks.pass_seen(100.0)
+    assert log.due(LIMITS) == NOTHING
+    log.wait(operation)  # its turn: what counts from here on is its own read
+    clocks.pass_seen(29.9)
+    assert log.due(LIMITS) == NOTHING
+    clocks.pass_seen(0.1)
+    assert log.due(LIMITS) == Due([], ["x"], [])
+
+
+def test_an_outcome_with_a_lease_is_remembered_beyond_the_limit(clocks: Clocks) -> None:
+    log = clocks.log(max_outcomes=2)
+    leased = accepted(log, "leased")
+    log.end(leased, State.RESTORED, Reason.COMPLETE)
+    leased.leased_tokens = 96
+    dropped = []
+    for name in ("a", "b", "c"):
+        dropped += log.end(accepted(log, name), State.MISS, Reason.NOT_IN_STORAGE)
+        log.check_integrity()
+    assert [operation.operation_id for operation in dropped] == ["a", "b"]
+    assert list(log.outcomes) == ["leased", "c"]
+    leased.leased_tokens = 0
+    assert log.end(accepted(log, "d"), State.MISS, Reason.NOT_IN_STORAGE) == [leased]
+    assert list(log.outcomes) == ["c", "d"]
+
+
 def test_an_operation_that_follows_another_expires(log: OperationLog, clocks: Clocks) -> None:
     accepted(log, ttl_s=10.0, following=True)
     clocks.pass_seen(10.0)
@@ -507,7 +538,12 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.active)
     @rule(number=PICK, following=st.booleans())
     def follow(self, number: int, *, following: bool) -> None:
-        self.pick(number).following = following
+        self.log.wait(self.pick(number), following=following)
+
+    @precondition(lambda self: self.active)
+    @rule(number=PICK, queued=st.booleans())
+    def queue(self, number: int, *, queued: bool) -> None:
+        self.log.wait(self.pick(number), queued=queued)
 
     @precondition(lambda self: self.active)
     @rule(number=PICK, stop=st.sampled_from([CANCELLED, EXPIRED, STALLED]))
@@ -610,7 +646,7 @@ class Lives(RuleBasedStateMachine):
             stopped = operation.stop is not None
             hangs = self.clocks.watch_s - operation.stopped_at >= LIMITS.stop_grace_s
             stalls = (
-                not operation.following
+                not (operation.following or operation.queued)
                 and self.clocks.watch_s - operation.progressed_at >= LIMITS.stall_timeout_s
             )
             is_late = self.clocks.now_s - operation.accepted_at >= operation.ttl_s
