@@ -33,7 +33,6 @@ class StorageCalls:
             setattr(operation, _RETURNED_AT, time.monotonic())
             if thread in self._retired:
                 # Another thread has taken its place. Its loop acknowledges the call on the way out.
-                self._retired.discard(thread)
                 raise SystemExit
 
     def in_the_way_of(self, operation: Any) -> Any:
@@ -61,4 +60,7 @@ class StorageCalls:
         return id(operation) in self._in_flight
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        """Calls in flight, and threads on their way out: SGLang does not join those when it stops its own."""
+        self._retired = {thread for thread in self._retired if thread.is_alive()}
+        leaving = self._retired - {thread for _, thread in list(self._in_flight.values())}
+        return len(self._in_flight) + len(leaving)
