@@ -15,7 +15,7 @@ from toolgap.bench.verify import problems
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-ARMS = ("A", "B", "B-wait", "C", "L2", "L1", "W")
+ARMS = ("A", "B", "B-wait", "C", "D", "L2", "L1", "W")
 
 
 def command(folder: Path, model: Path, *more: str) -> list[str]:
@@ -77,7 +77,7 @@ def test_a_run_is_interrupted_goes_on_and_is_verified(model: Path, tmp_path: Pat
     assert started
     assert not [pid for pid in started if runs(pid)]
     played = lines(folder)
-    assert 5 <= len(played) < 28
+    assert 5 <= len(played) < 32
 
     # As if it had been killed while it wrote a line.
     with (folder / TRIALS).open("ab") as file:
@@ -89,7 +89,7 @@ def test_a_run_is_interrupted_goes_on_and_is_verified(model: Path, tmp_path: Pat
     all_lines = lines(folder)
     trials = [json.loads(line) for line in all_lines]
     assert all_lines[: len(played)] == played
-    assert len({trial["trial_id"] for trial in trials}) == len(trials) == 28
+    assert len({trial["trial_id"] for trial in trials}) == len(trials) == 32
     assert problems(folder) == []
     # Real servers, idle machines or not: what a trial found where does not depend on time.
     assert {trial["trial_id"]: trial["invalid"] for trial in trials if trial["invalid"]} == {}
