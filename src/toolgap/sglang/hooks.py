@@ -222,12 +222,8 @@ def evict_host(
     restorer = _restorer
     if restorer is not None and restorer.leases and not restorer.guarding and restorer.engine.cache is cache:
         try:
-            # SGLang asks for the whole of what it needs, whatever is free besides.
-            while (
-                evicted < num_tokens
-                and restorer.engine.needs_eviction(num_tokens)
-                and restorer.leases.give_way()
-            ):
+            # Some callers ask for what they lack and others for all that they need, so that what is free says nothing.
+            while evicted < num_tokens and restorer.leases.give_way():
                 evicted += original(cache, num_tokens - evicted, *component, **named)
         except Exception:  # noqa: BLE001 - an exception here would end the scheduler
             _fault(restorer, "eviction")
