@@ -298,6 +298,7 @@ class Soak:
     def cycle(self, cycles: int, progress: bool = False) -> list[int]:
         """Submit and cancel so many times; returns the scheduler's memory in KiB, ten times on the way."""
         server = self.server
+        server.flush()
         before, kib = server.baseline(), []
         for number in range(cycles):
             prompt = self.prompts[number % len(self.prompts)]
@@ -352,6 +353,13 @@ class Soak:
         return found
 
 
+def _write(report: dict[str, Any], server: Server, folder: Path | None) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "soak.json").write_text(json.dumps(report, indent=2) + "\n")
+        (folder / "server.log").write_bytes(server.log.read_bytes())
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -365,13 +373,11 @@ def main() -> int:
         with Server(model, Path(folder) / "server", ARGUMENTS, environment=ENVIRONMENT) as server:
             soak = Soak(server, options.seed)
             report = {"seed": options.seed} | soak.run(options.seconds, progress=True)
-            report |= {"cycles": options.cycles, "cycles_kib": soak.cycle(options.cycles, progress=True)}
-            text = json.dumps(report, indent=2)
-            print(text)  # noqa: T201
-            if options.output is not None:
-                options.output.mkdir(parents=True, exist_ok=True)
-                (options.output / "soak.json").write_text(text + "\n")
-                (options.output / "server.log").write_bytes(server.log.read_bytes())
+            _write(report, server, options.output)
+            if options.cycles:
+                report |= {"cycles": options.cycles, "cycles_kib": soak.cycle(options.cycles, progress=True)}
+                _write(report, server, options.output)
+            print(json.dumps(report, indent=2))  # noqa: T201
     return 1 if report["problems"] or report["unexplained_log_lines"] else 0
 
 
