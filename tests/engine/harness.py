@@ -410,3 +410,13 @@ class Server:
         until(f"no traces beyond {expected}", lambda: self.traces() == expected, 20.0)
         self.flush()
         assert self.baseline() == before
+
+
+def joined(server: Server, operation_id: str) -> Callable[[], OperationStatus | None]:
+    """For :func:`until`: the operation's status once a request waits for it, or has."""
+
+    def condition() -> OperationStatus | None:
+        status = server.toolgap.status(operation_id)
+        return status if status.joined_requests else None
+
+    return condition

@@ -1,12 +1,12 @@
 """Model families beyond full attention: what a restore brings is exact, or the family is refused by name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import Prompt
-from harness import PAGE, PATIENT, Server, until
+from harness import PAGE, PATIENT, Server, joined, until
 
 from toolgap.cpu.model import build_tiny_latent_model, build_tiny_window_model
 from toolgap.protocol import OperationStatus, Reason, State
@@ -62,14 +62,6 @@ def window_reads(server: Server) -> int:
 def window_files(server: Server) -> list[Path]:
     """Pages of the windows' pool in storage, the oldest first."""
     return sorted(server.storage.glob("*.swa_*"), key=lambda path: path.stat().st_mtime_ns)
-
-
-def joined(server: Server, operation_id: str) -> Callable[[], OperationStatus | None]:
-    def condition() -> OperationStatus | None:
-        status = server.toolgap.status(operation_id)
-        return status if status.joined_requests else None
-
-    return condition
 
 
 @pytest.mark.parametrize("pages", [SHORT, WINDOW_PAGES, LONG])

@@ -1,15 +1,15 @@
 """The join: a read that is in flight is waited for, in either order, and no page is read twice."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, Server, joined, until
 
-from toolgap.protocol import OperationStatus, Reason, State
+from toolgap.protocol import Reason, State
 
 pytestmark = pytest.mark.engine
 
@@ -18,14 +18,6 @@ pytestmark = pytest.mark.engine
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor() as executor:
         yield executor
-
-
-def joined(server: Server, operation_id: str) -> Callable[[], OperationStatus | None]:
-    def condition() -> OperationStatus | None:
-        status = server.toolgap.status(operation_id)
-        return status if status.joined_requests else None
-
-    return condition
 
 
 @pytest.mark.parametrize("call", ["exists", "get"])

@@ -14,7 +14,7 @@ from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.settings import Settings
 from toolgap.sglang import orders
-from toolgap.sglang.internals import Engine, Prefix, metrics_of
+from toolgap.sglang.internals import Engine, Prefix, metrics_of, prompt_of
 from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
@@ -236,8 +236,7 @@ def checkpoint(_result: Any, cache: Any, req: Any, *, up_to: int, **_named: Any)
     if restorer is None or not (restorer.usage or restorer.leases) or restorer.engine.cache is not cache:
         return
     try:
-        prefix = Prefix(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)
-        restorer.checkpointed(prefix, req.cached_tokens)
+        restorer.checkpointed(prompt_of(req), req.cached_tokens)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "checkpoint")
 

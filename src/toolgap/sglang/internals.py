@@ -328,6 +328,11 @@ class Prefix(NamedTuple):
         return low
 
 
+def prompt_of(request: Any) -> Prefix:
+    """What a request of SGLang's asks the cache for."""
+    return Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
+
+
 class Match(NamedTuple):
     """Where a prefix's resident part ends."""
 
@@ -760,10 +765,9 @@ class Engine:
     def hold_waiting(self, holds: list[Hold]) -> None:
         """Hold what requests that wait to be scheduled have in host memory, and add it to a list."""
         for request in self._waiting_requests():
-            if request.host_hit_length > 0:
-                prefix = Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
-                if (hold := self.hold(self.match(prefix))) is not None:
-                    holds.append(hold)
+            hold = self.hold(self.match(prompt_of(request))) if request.host_hit_length > 0 else None
+            if hold is not None:
+                holds.append(hold)
 
     def needs_eviction(self, tokens: int) -> bool:
         """Whether host memory has no room for so many tokens without evicting."""
@@ -783,11 +787,8 @@ class Engine:
 
     def device_room(self) -> int:
         """Free tokens of device memory, the least of all ranks. A collective on several ranks."""
-        import torch
-
-        free = torch.tensor(self.scheduler.token_to_kv_pool_allocator.available_size(), dtype=torch.int64)
-        self.cache._all_reduce(free, torch.distributed.ReduceOp.MIN)
-        return int(free.item())
+        [taken] = self._highest([-self.scheduler.token_to_kv_pool_allocator.available_size()])
+        return -taken
 
     @property
     def loading(self) -> bool:
@@ -827,17 +828,12 @@ class Engine:
             return
         for request in self._waiting_requests():
             if request.cache_request_handle in reading:
-                yield OrdinaryRead(
-                    request.cache_request_handle,
-                    Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt),
-                )
+                yield OrdinaryRead(request.cache_request_handle, prompt_of(request))
 
     def waiting_prefixes(self, handles: set[Any]) -> dict[Any, Prefix]:
         """Prompts of those requests that wait to be scheduled."""
         return {
-            request.cache_request_handle: Prefix(
-                request.full_untruncated_fill_ids, request.extra_key, request.cache_salt
-            )
+            request.cache_request_handle: prompt_of(request)
             for request in self._waiting_requests()
             if request.cache_request_handle in handles
         }

@@ -162,7 +162,7 @@ class Restorer:
         self.work[operation.operation_id] = work
         self.metrics.accepted(operation)
         self._pace.quicken(active=bool(self.work))
-        self._place(work)
+        self._place(work, match)
         self._dispatch()
         self._sample()
         return operation.status(self.clock())
@@ -254,18 +254,21 @@ class Restorer:
 
     # ---- turns ----
 
-    def _place(self, work: Work) -> None:
-        """Look at what is missing now: end, follow a read of it, or queue for a turn to read it."""
+    def _place(self, work: Work, match: Match | None = None) -> None:
+        """Look at what is missing now: end, follow a read of it, or queue for a turn to read it.
+
+        Args:
+            work: The operation.
+            match: What is resident, if that was just found out.
+        """
         operation, engine = work.operation, self.engine
         work.read = work.leader = work.leading_request = None
         work.shared_tokens = 0
         self.log.wait(operation)
-        match = engine.match(work.prefix)
-        landed_tokens = min(match.resident_tokens, operation.aligned_tokens)
-        work.attempts = 0 if landed_tokens > work.landed_tokens else work.attempts + 1
-        work.landed_tokens = landed_tokens
-        self._keep(work, match)
-        missing_tokens = operation.aligned_tokens - landed_tokens
+        landed_before = work.landed_tokens
+        match = self._look(work, match)
+        work.attempts = 0 if work.landed_tokens > landed_before else work.attempts + 1
+        missing_tokens = operation.aligned_tokens - work.landed_tokens
         if operation.aligned_tokens == 0:
             self._end(work, State.MISS, Reason.BELOW_THRESHOLD)
         elif missing_tokens == 0:
@@ -275,7 +278,7 @@ class Restorer:
             self._arrive(work, Reason.BELOW_THRESHOLD)
         elif work.attempts > _MAX_ATTEMPTS or not engine.can_anchor(match):
             self._arrive(work, Reason.NOT_INSERTED)
-        elif leader := self._find_leader(work, landed_tokens):
+        elif leader := self._find_leader(work, work.landed_tokens):
             if isinstance(leader, Work):
                 work.leader = leader
             else:
@@ -284,11 +287,15 @@ class Restorer:
         else:
             self.log.wait(operation, queued=True)
 
-    def _keep(self, work: Work, match: Match) -> None:
-        """Hold what has landed, in place of what was held before."""
+    def _look(self, work: Work, match: Match | None = None) -> Match:
+        """Note what of the prefix has landed, and hold that in place of what was held before."""
+        if match is None:
+            match = self.engine.match(work.prefix)
+        work.landed_tokens = min(match.resident_tokens, work.operation.aligned_tokens)
         before, work.hold = work.hold, self.engine.hold(match)
         if before is not None:
             self.engine.release(before)
+        return match
 
     def _dispatch(self) -> None:
         """Give turns to read: to operations that requests wait for, then by deadline, then by arrival."""
@@ -457,7 +464,7 @@ class Restorer:
             else:
                 self._conclude(work)
         elif work.promotion is not None:
-            self._promote(work, work.promotion)
+            self._promote(work)
         elif work.leader is not None:
             if work.leader.landed_tokens >= work.shared_tokens:
                 self._place(work)
@@ -497,9 +504,7 @@ class Restorer:
             self._place(work)
             self._let_go(work)
             return
-        match = engine.match(work.prefix)
-        work.landed_tokens = min(match.resident_tokens, operation.aligned_tokens)
-        self._keep(work, match)
+        self._look(work)
         self._arrive(work, reason, known_end_tokens=known_end_tokens)
 
     def _let_go(self, work: Work) -> None:
@@ -517,18 +522,19 @@ class Restorer:
         if work.operation.target is Target.DEVICE and work.landed_tokens:
             work.reason, work.known_end_tokens = reason, known_end_tokens
             self.log.wait(work.operation)
-            self._promote(work, self.engine.match(work.prefix))
+            self._promote(work)
         else:
-            self._end_by(work, work.landed_tokens, reason, known_end_tokens=known_end_tokens)
+            self._end_by(work, reason, known_end_tokens=known_end_tokens)
 
-    def _promote(self, work: Work, match: Match) -> None:
+    def _promote(self, work: Work) -> None:
         """Load what is in host memory to free device memory: wait for other loads, start, or end."""
-        engine, operation = self.engine, work.operation
+        engine = self.engine
         if work.is_loading:
-            if engine.is_loading(match):
+            assert work.promotion is not None
+            if engine.is_loading(work.promotion):
                 return
-            operation.promoted_tokens = match.host_tokens
-            self.metrics.promoted(match.host_tokens)
+            work.operation.promoted_tokens = work.promotion.host_tokens
+            self.metrics.promoted(work.promotion.host_tokens)
         else:
             match = engine.match(work.prefix)
             if engine.loading and match.host_tokens:
@@ -545,17 +551,11 @@ class Restorer:
             if match.host_tokens and work.reason in (Reason.COMPLETE, Reason.ALREADY_RESIDENT):
                 work.reason = Reason.DEVICE_CAPACITY
         work.promotion = None
-        self._end_by(work, work.landed_tokens, work.reason, known_end_tokens=work.known_end_tokens)
+        self._end_by(work, work.reason, known_end_tokens=work.known_end_tokens)
 
-    def _end_by(
-        self,
-        work: Work,
-        resident_tokens: int,
-        reason: Reason,
-        *,
-        known_end_tokens: int | None = None,
-    ) -> None:
-        state = outcome_state(work.operation.aligned_tokens, resident_tokens, reason)
+    def _end_by(self, work: Work, reason: Reason, *, known_end_tokens: int | None = None) -> None:
+        """End an operation that was not stopped, in the state that follows from what has landed."""
+        state = outcome_state(work.operation.aligned_tokens, work.landed_tokens, reason)
         if state is State.RESTORED and reason not in (Reason.ALREADY_RESIDENT, Reason.DEVICE_CAPACITY):
             reason = Reason.COMPLETE
         self._end(work, state, reason, known_end_tokens=known_end_tokens)
@@ -629,9 +629,7 @@ class Restorer:
         if known_end_tokens is None or known_end_tokens >= shared:
             self._place(follower)
             return
-        resident_tokens = self.engine.match(follower.prefix).resident_tokens
-        follower.leader = None
-        follower.landed_tokens = min(resident_tokens, follower.operation.aligned_tokens)
+        self._look(follower)
         follower.operation.found_tokens = max(0, known_end_tokens - follower.operation.resident_tokens)
         known_empty = known_end_tokens <= follower.operation.resident_tokens
         reason = Reason.NOT_IN_STORAGE if known_empty else Reason.STORAGE_SHORTFALL
@@ -681,9 +679,7 @@ class Restorer:
         assert work.operation.stop is not None
         read = work.read
         if work.promotion is not None and stop is not CANCELLED and not for_all:
-            self._end_by(
-                work, work.landed_tokens, Reason.DEVICE_CAPACITY
-            )  # time is up, but it is in host memory
+            self._end_by(work, Reason.DEVICE_CAPACITY)  # time is up, but it is in host memory
             return
         if read is None:
             self._end(work, *work.operation.stop)
