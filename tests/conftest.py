@@ -1,0 +1,16 @@
+"""What every test run needs, whichever part of the suite it selects."""
+
+import ctypes
+import sys
+
+
+def pytest_unconfigure() -> None:
+    """Keep what sentencepiece, which SGLang loads, cannot survive losing.
+
+    SWIG's table of types is freed as the interpreter ends, and its destructor makes an object of a
+    type that may be gone by then: after all tests have passed, the run ends with a segmentation fault.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("swig_runtime_data"):
+            for table in vars(module).values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
