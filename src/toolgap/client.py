@@ -15,7 +15,7 @@ import operator
 import random
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
@@ -25,6 +25,7 @@ import msgspec
 from toolgap.protocol import (
     MAX_WAIT_S,
     PATH,
+    Api,
     Cancel,
     Code,
     Command,
@@ -32,6 +33,8 @@ from toolgap.protocol import (
     ErrorReply,
     OperationStatus,
     Overview,
+    Resolve,
+    Resolved,
     Status,
     Submit,
     Target,
@@ -48,7 +51,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST_POLL_S = 25.0
 """One long poll of :meth:`Toolgap.wait`: shorter than proxies usually allow."""
 
-R = TypeVar("R", OperationStatus, Overview)
+R = TypeVar("R", OperationStatus, Overview, Resolved)
 
 
 class ToolgapError(Exception):
@@ -73,21 +76,42 @@ class ToolgapUnreachable(Exception):  # noqa: N818 - named for what it says, as 
         self.status_code = status_code
 
 
-class SubmitFields(TypedDict, total=False):
-    """Arguments of ``submit``: fields of :class:`toolgap.protocol.Submit`."""
+class PrefixFields(TypedDict, total=False):
+    """Arguments that name a prefix: fields of :class:`toolgap.protocol.NamedPrefix`."""
 
     input_ids: Sequence[int] | None
     text: str | None
-    operation_id: str | None
+    request_id: str | None
+    messages: Sequence[Mapping[str, Any]] | None
+    api: Api | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: Any
+    system: Any
+    thinking: Any
+    output_config: Any
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: Any
+    reasoning: Any
+    response_format: Mapping[str, Any] | None
+    continue_final_message: bool | None
+    task: str | None
+    model: str | None
     extra_key: str | None
     cache_salt: str | None
     lora_path: str | None
     routed_dp_rank: int | None
+
+
+class SubmitFields(PrefixFields, total=False):
+    """Arguments of ``submit``: fields of :class:`toolgap.protocol.Submit`."""
+
+    operation_id: str | None
     ttl_s: float | None
     expected_gap_s: float | None
     target: Target | None
     lease_s: float | None
     namespace: str | None
+    force: bool
 
 
 @dataclass(frozen=True)
@@ -135,10 +159,19 @@ def _foreign(response: httpx.Response) -> str:
             return f"{url} answered {status}, and not as Toolgap does: {response.text[:200]!r}"
 
 
-def _submit(fields: SubmitFields) -> Submit:
-    values: dict[str, Any] = dict(fields)
+def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(fields)
     if values.get("input_ids") is not None:
         values["input_ids"] = [operator.index(token) for token in values["input_ids"]]
+    return values
+
+
+def _resolve(fields: PrefixFields) -> Call[Resolved]:
+    return Call(Resolve(**_named(fields)), Resolved)
+
+
+def _submit(fields: SubmitFields) -> Submit:
+    values = _named(fields)
     for field in ("ttl_s", "expected_gap_s", "lease_s"):
         _check_finite(field, values.get(field))
     return Submit(**values)
@@ -313,6 +346,10 @@ class Toolgap:
                     raise
             time.sleep(pause_s)
 
+    def resolve(self, **fields: Unpack[PrefixFields]) -> Resolved:
+        """Which tokens a prefix is; restores nothing."""
+        return self._send(_resolve(fields))
+
     def status(self, operation_id: str, wait_s: float | None = None) -> OperationStatus:
         """Where an operation stands; with ``wait_s`` once it has ended or that time is up."""
         return self._send(_status(operation_id, wait_s))
@@ -383,6 +420,10 @@ class AsyncToolgap:
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
+
+    async def resolve(self, **fields: Unpack[PrefixFields]) -> Resolved:
+        """As :meth:`Toolgap.resolve`."""
+        return await self._send(_resolve(fields))
 
     async def status(self, operation_id: str, wait_s: float | None = None) -> OperationStatus:
         """As :meth:`Toolgap.status`."""

@@ -1,7 +1,8 @@
 """The wire format of ``POST /hicache/prefetch``: one definition for server, client, gateway and docs.
 
-A request body is one JSON object whose ``action`` is ``submit``, ``status`` or ``cancel``. A reply is
-an :class:`OperationStatus`, an :class:`Overview` (status without an id) or ``{"error": Error}``.
+A request body is one JSON object whose ``action`` is ``submit``, ``status``, ``cancel`` or ``resolve``.
+A reply is an :class:`OperationStatus`, an :class:`Overview` (status without an id), a :class:`Resolved` or
+``{"error": Error}``.
 """
 
 import json
@@ -121,6 +122,9 @@ class Code(StrEnum):
     HOST_BUDGET = "host_budget"
     LEASE_BUDGET = "lease_budget"
     RATE_LIMITED = "rate_limited"
+    NOT_WORTHWHILE = "not_worthwhile"
+    AWAITED_KV = "awaited_kv"
+    UNKNOWN_REQUEST = "unknown_request"
     NOT_SUPPORTED = "not_supported"
     PAUSED = "paused"
     FLUSH_PENDING = "flush_pending"
@@ -200,6 +204,22 @@ CODES: dict[Code, Refusal] = {
         "SGLang's own prefetch limit is reached by ordinary requests.",
         Retry.YES,
     ),
+    Code.NOT_WORTHWHILE: Refusal(
+        HTTPStatus.CONFLICT,
+        "The continuation would have to wait for the restore as long as for a recompute, or longer; `estimate` "
+        "says why, and `force` restores anyhow.",
+        Retry.NO,
+    ),
+    Code.AWAITED_KV: Refusal(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "There is no room in host memory but that of restored KV whose continuations are expected earlier.",
+        Retry.YES,
+    ),
+    Code.UNKNOWN_REQUEST: Refusal(
+        HTTPStatus.NOT_FOUND,
+        "No recent request has this id: see TOOLGAP_RECORDED_TOKENS.",
+        Retry.NO,
+    ),
     Code.NOT_SUPPORTED: Refusal(
         HTTPStatus.NOT_IMPLEMENTED,
         "This server's set-up, or this release, cannot do it; it is named.",
@@ -232,8 +252,98 @@ OperationId = Annotated[
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
+class Api(StrEnum):
+    """Whose form ``messages`` and the fields beside it have."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+class NamedPrefix(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The fields that name a prefix and the namespace it is in.
+
+    Exactly one of ``input_ids``, ``text``, ``messages`` and ``request_id`` is given. Beside ``messages`` stands
+    whatever else of the request's body shapes the prompt (:data:`PROMPT_FIELDS`), as that API names it. Messages
+    that end with the answer, or with some of its tool results, name what the next request's prompt will
+    certainly begin with; messages that end with the user's, or with all results, name a whole prompt.
+    """
+
+    input_ids: Annotated[list[TokenId] | None, Meta(description="The exact prefix, from position 0.")] = None
+    text: Annotated[
+        str | None,
+        Meta(description="The prefix as text, tokenized exactly as `/generate` would."),
+    ] = None
+    request_id: Annotated[
+        str | None,
+        Meta(
+            description="The `id` of a recent completion, or the `rid` it was sent with: its prompt and its answer, "
+            "token for token.",
+        ),
+    ] = None
+    messages: Annotated[
+        list[dict[str, Any]] | None,
+        Meta(description="The conversation, rendered by the server's own chat template."),
+    ] = None
+    api: Annotated[
+        Api | None,
+        Meta(
+            description="Whose form the messages have: `openai` (`/v1/chat/completions`, assumed) or `anthropic` "
+            "(`/v1/messages`)."
+        ),
+    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, Meta(description="As in that API.")] = None
+    tool_choice: Annotated[Any, Meta(description="As in that API.")] = None
+    system: Annotated[Any, Meta(description="As in `/v1/messages`.")] = None
+    thinking: Annotated[Any, Meta(description="As in that API.")] = None
+    output_config: Annotated[Any, Meta(description="As in `/v1/messages`.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="As in `/v1/chat/completions`.")
+    ] = None
+    reasoning_effort: Annotated[Any, Meta(description="As in `/v1/chat/completions`.")] = None
+    reasoning: Annotated[Any, Meta(description="As in `/v1/chat/completions`.")] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Meta(description="As in `/v1/chat/completions`; some models' templates show it."),
+    ] = None
+    continue_final_message: Annotated[bool | None, Meta(description="As in `/v1/chat/completions`.")] = None
+    task: Annotated[str | None, Meta(description="As in `/v1/chat/completions`.")] = None
+    model: Annotated[str | None, Meta(description="As in that API; `base:adapter` names a LoRA adapter.")] = (
+        None
+    )
+    extra_key: Annotated[str | None, Meta(description="As in `/generate`.")] = None
+    cache_salt: Annotated[str | None, Meta(description="As in `/generate`.")] = None
+    lora_path: Annotated[str | None, Meta(description="Name of a LoRA adapter, as in `/generate`.")] = None
+    routed_dp_rank: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="With data parallelism: the replica that will serve the continuation, as in `/generate`."
+        ),
+    ] = None
+
+
+PREFIX_FIELDS = ("input_ids", "text", "messages", "request_id")
+"""The ways to name a prefix."""
+
+PROMPT_FIELDS = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "system",
+    "thinking",
+    "output_config",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning",
+    "response_format",
+    "continue_final_message",
+    "task",
+    "model",
+)
+"""Fields of a request's body that shape its prompt: what to copy from one to name its prefix."""
+
+
 class Submit(
-    msgspec.Struct,
+    NamedPrefix,
     tag_field="action",
     tag="submit",
     kw_only=True,
@@ -242,34 +352,20 @@ class Submit(
 ):
     """Restore a prefix. Answers at once with an :class:`OperationStatus`.
 
-    Exactly one of ``input_ids`` and ``text`` is given. The fields of later releases are named so that
-    a server that lacks them says so (501) instead of restoring something else.
+    The fields of later releases are named so that a server that lacks them says so (501) instead of
+    restoring something else.
     """
 
     operation_id: Annotated[
         OperationId | None,
         Meta(description="Chosen by the caller to make a submit idempotent; made by the server if left out."),
     ] = None
-    input_ids: Annotated[list[TokenId] | None, Meta(description="The exact prefix, from position 0.")] = None
-    text: Annotated[
-        str | None,
-        Meta(description="The prefix as text, tokenized exactly as `/generate` would."),
-    ] = None
-    extra_key: Annotated[str | None, Meta(description="As in `/generate`.")] = None
-    cache_salt: Annotated[str | None, Meta(description="As in `/generate`.")] = None
     ttl_s: Annotated[
         float | None, Meta(description="Seconds after which pending work stops; at most 86,400.")
     ] = None
     namespace: Annotated[
         str | None,
         Meta(description="Fingerprint from an earlier reply; 409 if the server's differs."),
-    ] = None
-    lora_path: Annotated[str | None, Meta(description="Name of a LoRA adapter, as in `/generate`.")] = None
-    routed_dp_rank: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="With data parallelism: the replica that will serve the continuation, as in `/generate`."
-        ),
     ] = None
     expected_gap_s: Annotated[
         float | None,
@@ -288,18 +384,15 @@ class Submit(
             description="Hold what was restored in host memory for so many seconds, or until a request uses it."
         ),
     ] = None
-    messages: Any | UnsetType = UNSET
-    tools: Any | UnsetType = UNSET
-    request_id: Any | UnsetType = UNSET
+    force: Annotated[
+        bool, Meta(description="Restore even if the estimate says that a recompute would be as fast.")
+    ] = False
     image_data: Any | UnsetType = UNSET
     video_data: Any | UnsetType = UNSET
     audio_data: Any | UnsetType = UNSET
 
 
 UNSUPPORTED_FIELDS: dict[str, str] = {
-    "messages": "naming a prefix by messages",
-    "tools": "naming a prefix by messages and tools",
-    "request_id": "naming a prefix by an earlier request",
     "image_data": "multimodal input",
     "video_data": "multimodal input",
     "audio_data": "multimodal input",
@@ -324,7 +417,60 @@ class Cancel(msgspec.Struct, tag_field="action", tag="cancel", kw_only=True, for
     operation_id: OperationId
 
 
-Command = Submit | Status | Cancel
+class Resolve(
+    NamedPrefix,
+    tag_field="action",
+    tag="resolve",
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
+    """Say which tokens a prefix is, and restore nothing. Answers with a :class:`Resolved`."""
+
+
+Command = Submit | Status | Cancel | Resolve
+
+
+class Resolved(msgspec.Struct, kw_only=True):
+    """The tokens that a submit with the same fields would restore."""
+
+    token_ids: Annotated[list[int], Meta(description="The prefix, from position 0.")]
+    stable_tokens: Annotated[
+        int | None,
+        Meta(description="Its first part, which was or will be a prompt as it is; null for ids and text."),
+    ] = None
+    expected_tokens: Annotated[
+        int | None,
+        Meta(description="The rest: an answer as the next prompt should show it; null for ids and text."),
+    ] = None
+
+
+class Estimate(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """What a restore and a recompute were expected to cost when an operation was submitted.
+
+    A restore is worthwhile if what is left of it when the continuation comes, ``restore_s - gap_s``, is less
+    than ``recompute_s``.
+    """
+
+    missing_tokens: Annotated[int, Meta(description="What was not resident, in whole pages.")]
+    restore_s: Annotated[float, Meta(description="Until it has landed, reads that are ahead of it included.")]
+    recompute_s: Annotated[float, Meta(description="Prefill of the missing tokens.")]
+    gap_s: Annotated[
+        float, Meta(description="Until the continuation: `expected_gap_s`, or the TTL in its place.")
+    ]
+    queued_tokens: Annotated[int, Meta(description="What operations ahead of it had still to read.")]
+    restore_tokens_per_s: Annotated[float, Meta(description="As measured with this storage backend.")]
+    prefill_tokens_per_s: Annotated[float, Meta(description="As measured with this model.")]
+    worthwhile: Annotated[bool, Meta(description="Whether the rule says to restore.")]
+
+
+class Divergence(msgspec.Struct, kw_only=True):
+    """Where a later request's prompt left the prefix, some tokens of both sides, decoded."""
+
+    submitted_ids: Annotated[list[int], Meta(description="The prefix's tokens from there on.")]
+    prompted_ids: Annotated[list[int], Meta(description="The request's tokens from there on.")]
+    submitted_text: Annotated[str | None, Meta(description="The prefix's, decoded.")] = None
+    prompted_text: Annotated[str | None, Meta(description="The request's, decoded.")] = None
 
 
 class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -371,6 +517,34 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=False):
     lease_s: Annotated[float | None, Meta(description="The lease that was asked for.")] = None
     leased_tokens: Annotated[int, Meta(description="Held in host memory by its lease now.")] = 0
     used_tokens: Annotated[int, Meta(description="Of what it inserted, used by a request so far.")] = 0
+    used_after_s: Annotated[
+        float | None,
+        Meta(description="From acceptance to the first request that used it: the gap as it was."),
+    ] = None
+    stable_tokens: Annotated[
+        int | None,
+        Meta(description="Of the prefix, the part that was a prompt as it is; null for ids and text."),
+    ] = None
+    expected_tokens: Annotated[
+        int | None,
+        Meta(description="The rest: the answer, as the next prompt should show it; null for ids and text."),
+    ] = None
+    matched_tokens: Annotated[
+        int | None,
+        Meta(
+            description="Longest first part that a request since then has begun with; null until one came that "
+            "shares a page."
+        ),
+    ] = None
+    first_divergent_token: Annotated[
+        int | None,
+        Meta(description="Position at which that request left the prefix; null if it contains all of it."),
+    ] = None
+    divergence: Annotated[Divergence | None, Meta(description="Some tokens of both from there on.")] = None
+    estimate: Annotated[
+        Estimate | None,
+        Meta(description="What was expected at submission; null if nothing was measured yet."),
+    ] = None
 
 
 class EngineStatus(msgspec.Struct, kw_only=True):
@@ -430,6 +604,7 @@ class Error(msgspec.Struct, kw_only=True, omit_defaults=True):
         float | None,
         Meta(description="The same call is worth trying again after this; absent if it is not."),
     ] = None
+    estimate: Annotated[Estimate | None, Meta(description="With `not_worthwhile`: what was expected.")] = None
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
@@ -496,6 +671,8 @@ def _check(command: Command) -> None:
     match command:
         case Submit():
             _check_submit(command)
+        case Resolve():
+            _check_prefix(command)
         case Status(wait_s=float(wait_s)) if not 0 <= wait_s <= MAX_WAIT_S:
             raise Refused(
                 Code.INVALID_FIELD,
@@ -530,20 +707,33 @@ def _invalid(complaint: str) -> Refused:
     if field is None:
         return Refused(Code.MALFORMED_JSON, f"the body is not a JSON object: {message}")
     if "Invalid value" in message and field == "action":
-        message = "must be submit, status or cancel"
+        message = "must be submit, status, cancel or resolve"
     return Refused(Code.INVALID_FIELD, f"{field}: {message}" if place else message, field=field)
+
+
+def _check_prefix(prefix: NamedPrefix) -> None:
+    given = [field for field in PREFIX_FIELDS if getattr(prefix, field) is not None]
+    if len(given) != 1:
+        raise Refused(
+            Code.INVALID_FIELD,
+            f"give exactly one of {', '.join(PREFIX_FIELDS[:-1])} and {PREFIX_FIELDS[-1]}"
+            + (f", not {' and '.join(given)}" if given else ""),
+            field=(given or PREFIX_FIELDS)[-1 if given else 0],
+        )
+    [field] = given
+    if not getattr(prefix, field):
+        raise Refused(Code.INVALID_FIELD, f"{field} is empty", field=field)
+    if field != "messages":
+        for beside in ("api", *PROMPT_FIELDS):
+            if getattr(prefix, beside) is not None:
+                raise Refused(Code.INVALID_FIELD, f"{beside} is only taken beside messages", field=beside)
 
 
 def _check_submit(submit: Submit) -> None:
     for field, what in UNSUPPORTED_FIELDS.items():
         if getattr(submit, field) not in (UNSET, None):
             raise Refused(Code.NOT_SUPPORTED, f"{field}: this release does not support {what}", field=field)
-    if (submit.input_ids is None) == (submit.text is None):
-        raise Refused(Code.INVALID_FIELD, "give exactly one of input_ids and text", field="input_ids")
-    if submit.input_ids is not None and not submit.input_ids:
-        raise Refused(Code.INVALID_FIELD, "input_ids is empty", field="input_ids")
-    if submit.text == "":
-        raise Refused(Code.INVALID_FIELD, "text is empty", field="text")
+    _check_prefix(submit)
     for field in ("ttl_s", "expected_gap_s", "lease_s"):
         seconds = getattr(submit, field)
         if seconds is not None and not (math.isfinite(seconds) and 0 < seconds <= MAX_TTL_S):
