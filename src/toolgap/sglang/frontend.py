@@ -290,13 +290,16 @@ class Frontend:
         token_ids = await self._resolve(submit)
         extra_key = self._resolve_extra_key(submit)
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
+        gap_s = ttl_s if submit.expected_gap_s is None else submit.expected_gap_s
         order = Restore(
             operation_id=submit.operation_id or new_operation_id(),
             extra_key=extra_key,
             cache_salt=submit.cache_salt,
             ttl_s=ttl_s,
             namespace=submit.namespace,
-            deadline_ts=time.time() + (ttl_s if submit.expected_gap_s is None else submit.expected_gap_s),
+            deadline_ts=time.time() + gap_s,
+            gap_s=gap_s,
+            force=submit.force,
             target=submit.target or Target.HOST,
             lease_s=submit.lease_s,
             dp_rank=dp_rank,
