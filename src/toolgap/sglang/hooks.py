@@ -23,6 +23,7 @@ from toolgap.sglang.internals import (
     prefill_batch,
     prompt_of,
     recorded,
+    span_of,
 )
 from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
@@ -282,7 +283,7 @@ def read_storage(original: Callable[..., Any], controller: Any, operation: Any) 
     """Around `HybridCacheController._page_transfer`, in its thread: know that it is running, and how fast."""
     began_s = time.monotonic()
     result = _calls.around(original, controller, operation)
-    _meter.storage_read(int(operation.completed_tokens), time.monotonic() - began_s)
+    _meter.storage_read(*span_of(controller, operation), time.monotonic() - began_s)
     return result
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -457,6 +457,14 @@ def recorded(request: Any) -> Recorded:
     prompt_ids = request.origin_input_ids
     token_ids = prompt_ids + request.output_ids_through_stop
     return Recorded(token_ids, len(prompt_ids), request.extra_key, request.cache_salt)
+
+
+def span_of(controller: Any, operation: Any) -> tuple[int, Callable[[], int]]:
+    """What a storage call has just read, in its thread: tokens it should have, and what says those it has.
+
+    SGLang's scheduler counts what was read a step or more later, once all ranks have it.
+    """
+    return len(operation.hash_value) * int(controller.page_size), lambda: int(operation.completed_tokens)
 
 
 class Match(NamedTuple):

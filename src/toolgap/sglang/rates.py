@@ -31,12 +31,23 @@ _FRESHNESS_S = 5.0
 """How much older than the last measurement the time may be that ranks know of it."""
 
 
+_LOOKS = 200
+"""Scheduler steps after which a read that was not counted whole is taken to have failed."""
+
+
 class Sample(NamedTuple):
     """One read of storage."""
 
-    tokens: int
-    seconds: float
+    token_s: float
     at_ts: float
+
+
+class _Uncounted:
+    """A read that has returned, and of which it is not known yet whether it brought what it should."""
+
+    def __init__(self, tokens: int, counted: Callable[[], int], sample: Sample) -> None:
+        self.tokens, self.counted, self.sample = tokens, counted, sample
+        self.looks = 0
 
 
 def recent_median(values: Sequence[float]) -> float:
@@ -143,6 +154,7 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._uncounted: deque[_Uncounted] = deque(maxlen=_KEPT_SAMPLES)
         self._reads: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
         self._queries_s: deque[float] = deque(maxlen=_KEPT_SAMPLES)
         self._prefill = PrefillFit()
@@ -154,10 +166,16 @@ class Meter:
         """A storage thread asked what storage holds."""
         self._queries_s.append(seconds)
 
-    def storage_read(self, tokens: int, seconds: float) -> None:
-        """A storage thread read pages."""
+    def storage_read(self, tokens: int, counted: Callable[[], int], seconds: float) -> None:
+        """A storage thread made a read; one that brings less than it should says nothing.
+
+        Args:
+            tokens: What it should bring.
+            counted: Says what it has brought, in the scheduler's thread, now or some steps later.
+            seconds: It took.
+        """
         if tokens > 0 and seconds > 0:
-            self._reads.append(Sample(tokens, seconds, self._clock()))
+            self._uncounted.append(_Uncounted(tokens, counted, Sample(seconds / tokens, self._clock())))
             self.changed = True
 
     def prefilled(self, tokens: int, pairs: float, launched_s: float, ended_s: float) -> None:
@@ -181,6 +199,7 @@ class Meter:
 
     def forget_storage(self) -> None:
         """Another storage backend is attached, or none."""
+        self._uncounted.clear()
         self._reads.clear()
         self._queries_s.clear()
 
@@ -191,14 +210,25 @@ class Meter:
         if reads:
             restore = RestoreCost(
                 latency_s=recent_median(queries_s) if queries_s else 0.0,
-                token_s=recent_median([read.seconds / read.tokens for read in reads]),
+                token_s=recent_median([read.token_s for read in reads]),
                 measured_ts=reads[-1].at_ts,
             )
         return Rates(restore=restore, prefill=self._prefill.cost())
 
+    def _count(self) -> None:
+        for _ in range(len(self._uncounted)):
+            read = self._uncounted.popleft()
+            if read.counted() >= read.tokens:
+                self._reads.append(read.sample)
+            elif (looks := read.looks) < _LOOKS:
+                read.looks = looks + 1
+                self._uncounted.append(read)
+                self.changed = True
+
     def news(self, known: Rates) -> Rates | None:
         """The rates, if they differ from what all ranks know by so much that it matters."""
         self.changed = False
+        self._count()
         rates = self.rates()
         return (
             rates
