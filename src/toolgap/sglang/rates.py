@@ -69,17 +69,13 @@ class PrefillFit:
     """A prefill's time as a sum of a constant, one part by tokens and one by pairs that attend.
 
     Recursive least squares of the relative error, with forgetting: relative to what was measured, so that a
-    batch that took far too long (its kernels were compiled) counts for little. A term is taken only if it
-    explains what the others do not, so that batches of one size are not read as attention.
+    batch that took far too long (its kernels were compiled) counts for little. Time by tokens is what is
+    assumed; another term is taken only if it explains what that does not, so that batches of about one size
+    are read neither as attention nor as if their size did not matter.
     """
 
     _UNITS = (1.0, 1e-3, 1e-6)
-    _MODELS = tuple(
-        terms
-        for count in (1, 2, 3)
-        for terms in sorted(combinations(range(3), count), key=lambda terms: 1 not in terms)
-        if terms != (0,)
-    )
+    _MODELS = tuple(terms for count in (1, 2, 3) for terms in combinations((1, 0, 2), count))
 
     def __init__(self) -> None:
         self._moments = [[0.0] * 3 for _ in range(3)]
@@ -114,7 +110,7 @@ class PrefillFit:
                 continue
             explained = sum(self._sums[i] * factor for i, factor in zip(terms, factors, strict=True))
             error = max(self._weight - explained, 0.0) / self._weight
-            score = self._weight * math.log(error + _NOISE**2) + _PENALTY * len(terms)
+            score = self._weight * math.log(error + _NOISE**2) + _PENALTY * len({1, *terms})
             if best is None or score < best[0]:
                 full = [0.0] * 3
                 for i, factor in zip(terms, factors, strict=True):

@@ -66,6 +66,7 @@ def test_what_is_slower_than_a_recompute_is_declined_until_storage_is_fast_again
     recomputed = server.store(prefix + [5])
     slow_down(server, prompt)
 
+    asked = server.probe.calls["exists"]
     declined = refusal(server, input_ids=prefix, expected_gap_s=0.01)
     assert (declined.code, declined.retry_after_s) == (Code.NOT_WORTHWHILE, None)
     estimate = declined.estimate
@@ -76,7 +77,8 @@ def test_what_is_slower_than_a_recompute_is_declined_until_storage_is_fast_again
     assert estimate.restore_s > estimate.recompute_s + estimate.gap_s
     assert f"{estimate.restore_s:.3g} s" in declined.message
     assert f"{estimate.recompute_s:.3g} s" in declined.message
-    assert server.probe.calls["exists"] == server.toolgap.overview().engine.reads_in_flight == 0
+    assert server.toolgap.overview().engine.reads_in_flight == 0
+    assert server.probe.calls["exists"] == asked
 
     # The gap hides it, whatever it takes; without one the TTL stands in for it.
     hidden = server.toolgap.submit(input_ids=prefix)
