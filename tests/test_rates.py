@@ -14,7 +14,7 @@ SECONDS = st.floats(1e-5, 1e3)
 
 def read(meter: Meter, tokens: int, seconds: float) -> None:
     """A read that brought all that it should."""
-    meter.storage_read(tokens, lambda: tokens, seconds)
+    meter.storage_read(tokens, lambda: tokens, 0.0, seconds)
 
 
 def has_news(meter: Meter) -> bool:
@@ -51,7 +51,7 @@ def test_nothing_is_known_before_anything_was_seen() -> None:
 
 
 def test_one_read_is_a_measurement() -> None:
-    meter = Meter(clock=lambda: 7.0)
+    meter = Meter(unix_clock=lambda: 7.0)
     read(meter, 1000, 2.0)
     meter.storage_asked(0.25)
     rates = meter.news(Rates())
@@ -64,17 +64,33 @@ def test_one_read_is_a_measurement() -> None:
 
 def test_a_read_counts_once_all_of_it_is_there_and_one_that_failed_never_does() -> None:
     meter, there = Meter(), [0]
-    meter.storage_read(1000, lambda: there[0], 1.0)
+    meter.storage_read(1000, lambda: there[0], 5.0, 6.0)
     assert meter.news(Rates()) is None
     assert has_news(meter), "it is looked at again"
     there[0] = 1000
     assert meter.news(Rates()) is not None
 
-    meter.storage_read(1000, lambda: 999, 1e-6)
+    meter.storage_read(1000, lambda: 999, 0.0, 1e-6)
     for _ in range(1000):
         meter.news(Rates())
     assert not has_news(meter)
     assert token_s(meter) == 0.001
+
+
+def test_of_several_ranks_the_slowest_counts() -> None:
+    """This one has made its part of both reads after 2 seconds; a slower one needs 4 for each."""
+    now = [0.0]
+    meter = Meter(clock=lambda: now[0])
+    meter.has_several_ranks = True
+    there = [0, 0]
+    meter.storage_read(1000, lambda: there[0], 10.0, 11.0)
+    meter.storage_read(1000, lambda: there[1], 11.0, 12.0)
+    now[0] = 14.0
+    there[0] = 1000
+    assert token_s(meter) == 0.004
+    now[0] = 18.0
+    there[1] = 1000
+    assert token_s(meter) == 0.004
 
 
 def test_another_backend_is_measured_anew() -> None:
@@ -210,7 +226,7 @@ def test_a_batch_takes_from_its_launch_or_from_the_end_of_the_one_ahead_of_it() 
 
 def test_ranks_are_told_of_what_matters_only() -> None:
     now = [0.0]
-    meter = Meter(clock=lambda: now[0])
+    meter = Meter(unix_clock=lambda: now[0])
     read(meter, 1000, 1.0)
     known = meter.news(Rates())
     assert known is not None

@@ -20,6 +20,7 @@ import pytest
 from conftest import Prompt
 from harness import PAGE, PATIENT, Server, until
 
+from toolgap.admission import Rates
 from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State
 
@@ -111,6 +112,30 @@ def test_the_continuation_is_served_from_host_memory(ranks: Server, prompt: Prom
     for rank in range(ranks.ranks):
         assert len(ranks.probe.reads_of(rank)) == 40
         assert set(ranks.probe.reads_of(rank).values()) == {1}
+
+
+@SHARDED
+def test_every_rank_declines_what_is_slow_on_one(ranks: Server, prompt: Prompt) -> None:
+    """Only one rank measures, and what it tells the others is what all of them decide by."""
+    prefix = prompt(40 * PAGE)
+    ranks.store(prefix + [5])
+    for _ in range(5):
+        ranks.probe.delay("get", 0.05, rank=1)
+        ranks.ended(ranks.toolgap.submit(input_ids=prefix, force=True).operation_id)
+        ranks.states()
+        ranks.flush()
+
+    def declined() -> bool:
+        reply = ranks.call(action="submit", input_ids=prefix, expected_gap_s=0.001)
+        return bool(reply.json().get("error", {}).get("code") == Code.NOT_WORTHWHILE)
+
+    until("the restore is declined", declined)
+    assert ranks.states()[0]["agreed"]["rates"] != str(Rates())
+    assert ranks.toolgap.overview().active == []
+    accepted = ranks.toolgap.submit(input_ids=prefix)
+    assert accepted.estimate is not None
+    assert accepted.estimate.restore_s > 40 * 0.05 / 2
+    assert ranks.ended(accepted.operation_id).state is State.RESTORED
 
 
 @EVERY_SHAPE

@@ -283,7 +283,7 @@ def read_storage(original: Callable[..., Any], controller: Any, operation: Any) 
     """Around `HybridCacheController._page_transfer`, in its thread: know that it is running, and how fast."""
     began_s = time.monotonic()
     result = _calls.around(original, controller, operation)
-    _meter.storage_read(*span_of(controller, operation), time.monotonic() - began_s)
+    _meter.storage_read(*span_of(controller, operation), began_s, time.monotonic())
     return result
 
 

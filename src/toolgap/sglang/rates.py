@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 class _Uncounted:
     """A read that has returned, and of which it is not known yet whether it brought what it should."""
 
-    def __init__(self, tokens: int, counted: Callable[[], int], sample: Sample) -> None:
-        self.tokens, self.counted, self.sample = tokens, counted, sample
+    def __init__(self, tokens: int, counted: Callable[[], int], began_s: float, ended_s: float) -> None:
+        self.tokens, self.counted, self.began_s, self.ended_s = tokens, counted, began_s, ended_s
         self.looks = 0
 
 
@@ -148,13 +148,19 @@ class Meter:
     Reads are noted by SGLang's storage threads: each step on what they share is one of a deque.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, unix_clock: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
+        self._unix_clock = unix_clock
+        self.has_several_ranks = False
+        """Whether a read is over when the slowest of several ranks has made its part of it."""
         self._uncounted: deque[_Uncounted] = deque(maxlen=_KEPT_SAMPLES)
         self._reads: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
         self._queries_s: deque[float] = deque(maxlen=_KEPT_SAMPLES)
         self._prefill = PrefillFit()
         self._last_batch_s = 0.0
+        self._last_count_s = 0.0
         self.changed = False
         """Whether anything was seen since :meth:`news` was asked."""
 
@@ -162,16 +168,17 @@ class Meter:
         """A storage thread asked what storage holds."""
         self._queries_s.append(seconds)
 
-    def storage_read(self, tokens: int, counted: Callable[[], int], seconds: float) -> None:
+    def storage_read(self, tokens: int, counted: Callable[[], int], began_s: float, ended_s: float) -> None:
         """A storage thread made a read; one that brings less than it should says nothing.
 
         Args:
             tokens: What it should bring.
             counted: Says what it has brought, in the scheduler's thread, now or some steps later.
-            seconds: It took.
+            began_s: When this rank's part of it began, by the monotonic clock.
+            ended_s: When that had been made.
         """
-        if tokens > 0 and seconds > 0:
-            self._uncounted.append(_Uncounted(tokens, counted, Sample(seconds / tokens, self._clock())))
+        if tokens > 0 and ended_s > began_s:
+            self._uncounted.append(_Uncounted(tokens, counted, began_s, ended_s))
             self.changed = True
 
     def prefilled(self, tokens: int, pairs: float, launched_s: float, ended_s: float) -> None:
@@ -215,7 +222,12 @@ class Meter:
         for _ in range(len(self._uncounted)):
             read = self._uncounted.popleft()
             if read.counted() >= read.tokens:
-                self._reads.append(read.sample)
+                began_s, ended_s = read.began_s, read.ended_s
+                if self.has_several_ranks:
+                    began_s, ended_s = max(began_s, self._last_count_s), self._clock()
+                    self._last_count_s = ended_s
+                if ended_s > began_s:
+                    self._reads.append(Sample((ended_s - began_s) / read.tokens, self._unix_clock()))
             elif (looks := read.looks) < _LOOKS:
                 read.looks = looks + 1
                 self._uncounted.append(read)

@@ -110,6 +110,7 @@ class Restorer:
         self.clock = clock
         self.metrics = metrics
         self.meter = meter
+        meter.has_several_ranks = engine.has_several_ranks
         self.rates = Rates()
         """What the rank whose clock decides has measured, as all ranks know it."""
         self.watch_s = 0.0
