@@ -364,6 +364,10 @@ def test_a_lack_of_room_without_awaited_kv_is_not_its_matter() -> None:
     assert awaited_refusal((1, 150.0), held_tokens=599, wanted_tokens=400) is None
 
 
+def test_what_is_resident_needs_no_room() -> None:
+    assert awaited_refusal((1000, 150.0), held_tokens=1000, wanted_tokens=0) is None
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 500), st.floats(0, 300)), max_size=10), st.integers(1, 1000))
 def test_what_is_let_in_leaves_room_for_all_that_is_needed_before(

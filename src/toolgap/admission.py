@@ -256,7 +256,7 @@ def check_awaited(
     """
     earlier = [other for other in awaited if now_ts < other.deadline_ts <= deadline_ts]
     awaited_tokens = sum(other.tokens for other in earlier)
-    if not awaited_tokens or wanted_tokens <= host_tokens - held_tokens - awaited_tokens:
+    if not (awaited_tokens and wanted_tokens) or wanted_tokens <= host_tokens - held_tokens - awaited_tokens:
         return
     first_s = min(other.deadline_ts for other in earlier) - now_ts
     raise Refused(

@@ -213,7 +213,7 @@ def test_one_ranks_clock_expires_an_operation_for_all(ranks: Server, prompt: Pro
     prefix = prompt(300 * PAGE)
     ranks.store(prefix + [5])
     with ranks.probe.hold("get", 1) as wait_until_held:
-        operation_id = ranks.toolgap.submit(input_ids=prefix, ttl_s=0.2).operation_id
+        operation_id = ranks.toolgap.submit(input_ids=prefix, ttl_s=0.2, force=True).operation_id
         wait_until_held()
         until("its TTL passed", lambda: ranks.toolgap.status(operation_id).stopping)
         ranks.states()
@@ -352,7 +352,7 @@ def test_many_submits_and_cancels_end_alike_on_every_rank(ranks: Server, prompt:
         with contextlib.suppress(ToolgapError):  # a parent on the device only, or over a limit: refused alike
             operation_ids.append(
                 ranks.toolgap.submit(
-                    input_ids=generator.choice(prefixes), ttl_s=generator.choice([0.05, 600])
+                    input_ids=generator.choice(prefixes), ttl_s=generator.choice([0.05, 600]), force=True
                 ).operation_id
             )
         if operation_ids and generator.random() < 0.5:

@@ -122,22 +122,27 @@ def test_reads_of_ordinary_requests_are_measured_too(server: Server, prompt: Pro
     until("it is known to be fast", lambda: measured(server)[0] > 5 * PAGE / SLOW_S)
 
 
-def test_restored_kv_that_is_awaited_earlier_is_not_evicted(server: Server, prompt: Prompt) -> None:
+@pytest.mark.parametrize("over", ["used", "cancelled"])
+def test_restored_kv_that_is_awaited_earlier_is_not_evicted(
+    server: Server, prompt: Prompt, over: str
+) -> None:
     """Host memory has 1,024 pages, of which operations may fill half at a time."""
     prefixes = [prompt(400 * PAGE) for _ in range(3)]
     for prefix in prefixes:
         server.store(prefix + [5])
     for prefix in prefixes[:2]:
-        submitted = server.toolgap.submit(input_ids=prefix, expected_gap_s=300)
-        assert server.ended(submitted.operation_id).state is State.RESTORED
+        first = server.ended(server.toolgap.submit(input_ids=prefix, expected_gap_s=300).operation_id)
+        assert first.state is State.RESTORED
     before = server.toolgap.overview().engine.host_free_tokens
-    for fields in ({}, {"force": True}):
-        refused = refusal(server, input_ids=prefixes[2], expected_gap_s=400, **fields)
+    for force in (False, True):
+        refused = refusal(server, input_ids=prefixes[2], expected_gap_s=400, force=force)
         assert refused.code is Code.AWAITED_KV
         assert refused.retry_after_s is not None
     assert server.toolgap.overview().engine.host_free_tokens == before
-    # One that is needed before them may have their place, and one that was used is awaited no more.
-    assert server.generate(prefixes[0] + [5]).host_tokens == 400 * PAGE
+    if over == "used":
+        assert server.generate(prefixes[1] + [5]).host_tokens == 400 * PAGE
+    else:
+        server.toolgap.cancel(first.operation_id)
     submitted = server.toolgap.submit(input_ids=prefixes[2], expected_gap_s=400)
     assert server.ended(submitted.operation_id).state is State.RESTORED
 

@@ -31,6 +31,10 @@ _FRESHNESS_S = 5.0
 """How much older than the last measurement the time may be that ranks know of it."""
 
 
+_EVERY_BATCH_UNTIL = 16
+_EVERY_SO_MANY_BATCHES = 4
+"""Prefill's rate is worked out after every batch at first, and then once in so many."""
+
 _LOOKS = 200
 """Scheduler steps after which a read that was not counted whole is taken to have failed."""
 
@@ -159,10 +163,13 @@ class Meter:
         self._reads: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
         self._queries_s: deque[float] = deque(maxlen=_KEPT_SAMPLES)
         self._prefill = PrefillFit()
+        self._batches = 0
         self._last_batch_s = 0.0
         self._last_count_s = 0.0
+        self._rates = Rates()
+        self._has_new_reads = self._has_new_batches = False
         self.changed = False
-        """Whether anything was seen since :meth:`news` was asked."""
+        """Whether there is anything for :meth:`news` to look at."""
 
     def storage_asked(self, seconds: float) -> None:
         """A storage thread asked what storage holds."""
@@ -194,7 +201,9 @@ class Meter:
         self._last_batch_s = ended_s
         if tokens > 0 and seconds > 0:
             self._prefill.add(tokens, pairs, seconds)
-            self.changed = True
+            self._batches += 1
+            if self._batches <= _EVERY_BATCH_UNTIL or self._batches % _EVERY_SO_MANY_BATCHES == 0:
+                self._has_new_batches = self.changed = True
 
     def not_measured(self, ended_s: float) -> None:
         """A batch was computed that says nothing, but which the next one may have waited for."""
@@ -205,18 +214,27 @@ class Meter:
         self._uncounted.clear()
         self._reads.clear()
         self._queries_s.clear()
+        self._has_new_reads = True
 
     def rates(self) -> Rates:
-        """What follows from all that was seen."""
-        reads, queries_s = list(self._reads), list(self._queries_s)
-        restore = None
-        if reads:
-            restore = RestoreCost(
-                latency_s=recent_median(queries_s) if queries_s else 0.0,
-                token_s=recent_median([read.token_s for read in reads]),
-                measured_ts=reads[-1].at_ts,
+        """What follows from what was seen."""
+        restore, prefill = self._rates.restore, self._rates.prefill
+        if self._has_new_reads:
+            reads, queries_s = list(self._reads), list(self._queries_s)
+            restore = (
+                None
+                if not reads
+                else RestoreCost(
+                    latency_s=recent_median(queries_s) if queries_s else 0.0,
+                    token_s=recent_median([read.token_s for read in reads]),
+                    measured_ts=reads[-1].at_ts,
+                )
             )
-        return Rates(restore=restore, prefill=self._prefill.cost())
+        if self._has_new_batches:
+            prefill = self._prefill.cost()
+        self._has_new_reads = self._has_new_batches = False
+        self._rates = Rates(restore=restore, prefill=prefill)
+        return self._rates
 
     def _count(self) -> None:
         for _ in range(len(self._uncounted)):
@@ -227,6 +245,7 @@ class Meter:
                     began_s, ended_s = max(began_s, self._last_count_s), self._clock()
                     self._last_count_s = ended_s
                 if ended_s > began_s:
+                    self._has_new_reads = True
                     self._reads.append(Sample((ended_s - began_s) / read.tokens, self._unix_clock()))
             elif (looks := read.looks) < _LOOKS:
                 read.looks = looks + 1

@@ -266,7 +266,7 @@ class Restorer:
             [
                 Awaited(span.end_tokens - span.start_tokens, span.operation.deadline_ts)
                 for span in self.usage
-                if not span.operation.leased_tokens
+                if not span.operation.leased_tokens and span.operation.state is not State.CANCELLED
             ],
             host_tokens=self.engine.host_total_tokens,
             held_tokens=self.leases.tokens + self.budget_used_tokens,
@@ -760,6 +760,7 @@ class Restorer:
             self._stop(self.work[operation_id], CANCELLED)
         else:
             self.leases.end(operation_id)
+            operation.deadline_ts = 0.0  # no continuation is expected any more
         return operation.status(self.clock())
 
     def _stop(self, work: Work, stop: Stop, *, at_once: bool = False, for_all: bool = False) -> None:
