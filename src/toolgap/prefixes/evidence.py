@@ -41,15 +41,19 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     return min(len(one), len(other))
 
 
+LOOK_AHEAD_CHARS = 24
+"""Text that differs may change the tokens of what stands before it, but not from further away than a long word."""
+
+
 def is_token_merge(scene: Scene) -> bool:
-    """Whether both texts go on alike from there for at least the tokens that differ."""
-    if not scene.token or not scene.next_token:
+    """Whether both have the same text there, in other tokens: up to the end of one, or for longer than a word."""
+    if not scene.token or not scene.next_token or scene.token == scene.next_token:
         return False
-    ours = scene.text[scene.offset :]
-    # Tokens before that position are the same, and so is their text.
-    theirs = scene.next_text[scene.offset :]
-    needed = min(max(len(scene.token), len(scene.next_token)), len(ours))
-    return needed > 0 and ours[:needed] == theirs[:needed]
+    ours, theirs = scene.text[scene.offset :], scene.next_text[scene.offset :]
+    same = common_length(ours, theirs)
+    if same == len(ours) or same == len(theirs):
+        return same > 0
+    return same >= max(len(scene.token), len(scene.next_token)) + LOOK_AHEAD_CHARS
 
 
 ANALYSIS = "<|channel|>analysis"

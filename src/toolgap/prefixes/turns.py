@@ -49,13 +49,24 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {"role": "assistant", **{key: value for key, value in message.items() if value is not None}}
 
     def answer_ids(self) -> list[int] | None:
-        """The answer's tokens, if the response tells them (SGLang's ``return_token_ids`` or its extension)."""
+        """The answer's tokens, if the response tells them: see :data:`ANSWER_ID_FIELDS`."""
         response = self.response or {}
-        listed = (response.get("sglext") or {}).get("output_ids") or [None]
-        for ids in (_first(response.get("choices")).get("token_ids"), listed[0]):
+        choice = _first(response.get("choices"))
+        extension = response.get("sglext")
+        listed = extension.get("output_ids") if isinstance(extension, dict) else None
+        candidates = [choice.get(field) for field in ANSWER_ID_FIELDS]
+        candidates += listed[:1] if isinstance(listed, list) else []
+        for ids in candidates:
             if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
                 return list(ids)
         return None
+
+
+ANSWER_ID_FIELDS = ("response_token_ids", "token_ids")
+"""Of a choice: where SGLang, and others, put the answer's tokens if ``return_token_ids`` asks for them.
+
+SGLang's own extension, ``sglext.output_ids`` of the response, is read as well.
+"""
 
 
 def _first(values: Any) -> Mapping[str, Any]:
