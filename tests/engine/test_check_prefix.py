@@ -319,10 +319,20 @@ def test_reasoning_not_sent_back_is_seen_from_the_message_alone(checker: Checker
     assert cause == Cause.REASONING_NOT_SENT
 
 
-def test_reasoning_not_sent_back_is_seen_without_a_response(checker: Checker) -> None:
-    """GLM opens reasoning in the generation prompt and writes it as closed in history without any."""
-    cause, place = checker.cause(body("glm-4.7-flash", ASKED), body("glm-4.7-flash", CALLED))
+@pytest.mark.parametrize("template", ["glm-4.7-flash", "qwen3.5"])
+def test_reasoning_not_sent_back_is_seen_without_a_response(checker: Checker, template: str) -> None:
+    """The generation prompt opens reasoning, and history without any shows it closed."""
+    cause, place = checker.cause(body(template, ASKED), body(template, CALLED))
     assert (cause, place) == (Cause.REASONING_NOT_SENT, "messages[2]")
+
+
+def test_reasoning_sent_back_in_another_field(checker: Checker) -> None:
+    """SGLang reads one field only, whatever other servers read."""
+    cause, place = checker.cause(
+        {"request": body("qwen3", ASKED), "response": response(call(REASONING))},
+        {"request": body("qwen3", [*ASKED, {**CALL, "reasoning": REASONING}, RESULT])},
+    )
+    assert (cause, place) == (Cause.REASONING_NOT_SENT, "messages[2].reasoning")
 
 
 @pytest.mark.parametrize("known", ["message", "history"])
@@ -499,7 +509,11 @@ def test_billing_header(checker: Checker) -> None:
         header = f"x-anthropic-billing-header: cc_version=2.1.36.abc; cc_entrypoint=cli; cch={cch};"
         return [{"type": "text", "text": header}, {"type": "text", "text": "You are a coding agent."}]
 
-    later: list[dict[str, Any]] = [USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [USED]}]
+    later: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [USED]},
+    ]
     result = checker.run([claude([USER], system("1a2b3")), claude(later, system("9f8e7"))], "--json")
     [pair] = json.loads(result.stdout)["pairs"]
     if pair["extends"]:

@@ -21,7 +21,7 @@ THOUGHT = {"role": "assistant", "content": "done", "reasoning_content": "let me 
 
 
 def scene(text: str, next_text: str, token: str = "", next_token: str = "", **fields: Any) -> Scene:
-    made = {
+    made: dict[str, Any] = {
         "offset": common_length(text, next_text),
         "prompt_chars": len(text),
         "parts": [],

@@ -169,6 +169,12 @@ def test_system_prompts(one: str, other: str, cause: Cause) -> None:
             Cause.REASONING_NOT_SENT,
             "messages[1].reasoning_content",
         ),
+        (
+            call(reasoning_content="hmm"),
+            call(reasoning="hmm"),
+            Cause.REASONING_NOT_SENT,
+            "messages[1].reasoning",
+        ),
         (ANSWER, {**ANSWER, "content": "finished"}, Cause.EDITED, "messages[1].content"),
         (ANSWER, call(), Cause.EDITED, "messages[1].tool_calls[0].function.arguments"),
     ],

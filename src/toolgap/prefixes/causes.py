@@ -80,7 +80,8 @@ CAUSES: dict[Cause, Meaning] = {
     ),
     Cause.REASONING_NOT_SENT: Meaning(
         "The client does not send the answer's reasoning back, which the template would show.",
-        "Send the reasoning back as it came: reasoning_content of the message, or its thinking blocks.",
+        "Send the reasoning back as it came, in the field it came in: reasoning_content of the message, or its "
+        "thinking blocks.",
     ),
     Cause.COMPACTED: Meaning(
         "Messages of the earlier turn are gone: the history was cut or summarised.",
@@ -97,8 +98,8 @@ CAUSES: dict[Cause, Meaning] = {
     ),
     Cause.HARMONY: Meaning(
         "Harmony's template drops the analysis channel from the history.",
-        "It is the format's own rule once the answer is final; within a tool loop send the reasoning back. "
-        "Count on the prompt, not on the answer.",
+        "By design of the format once an answer is final; within a tool loop too, since SGLang hands this "
+        "template no analysis of earlier answers. Count on the prompt, not on the answer.",
     ),
     Cause.RETENTION: Meaning(
         "The template drops earlier reasoning unless a flag tells it not to.",

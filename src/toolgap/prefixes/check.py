@@ -9,6 +9,7 @@ from toolgap.prefixes.causes import Cause
 from toolgap.prefixes.evidence import (
     Scene,
     common_length,
+    contains,
     dropped_reasoning,
     in_generation_prompt,
     text_cause,
@@ -36,6 +37,12 @@ AFTER_TOKENS = 16
 
 SHOWN_CHARS = 64
 """The same of a text whose tokens are not known."""
+
+MOST_TRIALS = 16
+"""Suspects that are tried, each by a rendering: the first that helps is the cause, and the first come first."""
+
+STAND_IN = "Let me see."
+"""Stands for reasoning that is not known."""
 
 
 class TurnRefused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
@@ -124,7 +131,11 @@ def _check(
         answer=Portion(tokens=answer_tokens, common_tokens=max(common - measure.prompt_tokens, 0))
         if answer_tokens
         else None,
-        answer_known_by=comparison.known_by if answer_tokens else None,
+        answer_known_by=KnownBy.MESSAGE
+        if measure.lacks_reasoning
+        else comparison.known_by
+        if answer_tokens
+        else None,
         extends=extends,
         divergence=None if extends else comparison.divergence(changed),
     )
@@ -185,7 +196,7 @@ class _Comparison:
         if not reasoning:
             return False
         [text] = self._renderer.texts([next_ids])
-        return any(part not in text for part in reasoning)
+        return any(not contains(text, part) for part in reasoning)
 
     def _reasoning(self) -> list[str]:
         """The answer's, as far as the response tells it."""
@@ -262,17 +273,25 @@ class _Comparison:
 
     def _finding(self, scene: Scene) -> Finding:
         found = suspects(self._before, self._after, self._api, self._answer)
-        if text_cause(scene) is Cause.TOKEN_MERGE:
-            return Finding(
-                Cause.TOKEN_MERGE,
-                f"The earlier turn has the token {scene.token!r} here, the later one {scene.next_token!r}.",
-            )
-        for suspect in found:
+        for suspect in found[:MOST_TRIALS]:
             if self._helps(self._before, suspect.undone):
                 return Finding(suspect.cause, suspect.detail, suspect.place)
-        if text_cause(scene) is Cause.HARMONY:
-            return Finding(Cause.HARMONY, "The analysis channel of the earlier turn is not in the later one.")
-        return self._template_finding(scene, found)
+        if in_generation_prompt(scene) and self._needs_reasoning():
+            return Finding(
+                Cause.REASONING_NOT_SENT,
+                "The generation prompt opens reasoning, which the later request's message does not have; with some "
+                "in it, the later turn extends this prompt.",
+                f"messages[{self._prompt_messages}]",
+            )
+        match text_cause(scene):
+            case Cause.TOKEN_MERGE:
+                detail = f"The earlier turn has the token {scene.token!r} here, the later one {scene.next_token!r}."
+                return Finding(Cause.TOKEN_MERGE, detail)
+            case Cause.HARMONY:
+                detail = "The analysis channel of the earlier turn is not in the later one."
+                return Finding(Cause.HARMONY, detail)
+            case _:
+                return self._template_finding(scene, found)
 
     def _template_finding(self, scene: Scene, found: Sequence[Suspect]) -> Finding:
         """The requests do not differ in a way that matters: the template makes them part."""
@@ -282,7 +301,9 @@ class _Comparison:
             if finding is not None:
                 return finding
         if in_generation_prompt(scene):
-            return self._generation_prompt()
+            return Finding(
+                Cause.GENERATION_PROMPT, "The messages that both turns have are rendered alike up to there."
+            )
         answer_changed = any(
             suspect.place.startswith(f"messages[{self._prompt_messages}]") for suspect in found
         )
@@ -309,21 +330,13 @@ class _Comparison:
             )
         return None
 
-    def _generation_prompt(self) -> Finding:
-        answered = any(part.kind is Kind.REASONING for part in self._answer_parts)
-        if self._answer is None or answered:
-            restored = with_reasoning(self._after, self._prompt_messages, self._api, "Let me see.")
-            tried = None if restored is None else self._try(self._before, restored)
-            if tried is not None and tried.common >= tried.prompt_tokens:
-                return Finding(
-                    Cause.REASONING_NOT_SENT,
-                    "The generation prompt opens reasoning, which the later request's message does not have; with "
-                    "some in it, the later turn extends this prompt.",
-                    f"messages[{self._prompt_messages}]",
-                )
-        return Finding(
-            Cause.GENERATION_PROMPT, "The messages that both turns have are rendered alike up to there."
-        )
+    def _needs_reasoning(self) -> bool:
+        """Whether the later request would extend the prompt if its answer had reasoning."""
+        if self._answer is not None and not self._reasoning():
+            return False
+        restored = with_reasoning(self._after, self._prompt_messages, self._api, STAND_IN)
+        tried = None if restored is None else self._try(self._before, restored)
+        return tried is not None and tried.common >= tried.prompt_tokens
 
 
 def _undecided(found: Sequence[Suspect]) -> str:

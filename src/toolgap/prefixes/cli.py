@@ -40,6 +40,10 @@ def check_prefix(
     ] = 1.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    text_api_key: Annotated[
+        str | None,
+        typer.Option(help="SGLang's API key, if it has an admin API key beside it.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show where a turn's prompt stops being an extension of the one before, why, and how to mend it.
@@ -56,7 +60,7 @@ def check_prefix(
         if not turns:
             fail(Exit.USAGE, f"{file}: no turn has the session {session!r}")
     try:
-        renderer = Renderer(url, api_key)
+        renderer = Renderer(url, api_key, text_api_key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with renderer:

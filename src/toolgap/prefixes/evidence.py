@@ -41,6 +41,11 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     return min(len(one), len(other))
 
 
+def contains(text: str, part: str) -> bool:
+    """Whether a text has the part in it, blanks aside: templates trim, and tokenizers may join or split them."""
+    return "".join(part.split()) in "".join(text.split())
+
+
 LOOK_AHEAD_CHARS = 24
 """Text that differs may change the tokens of what stands before it, but not from further away than a long word."""
 
@@ -75,7 +80,7 @@ def dropped_reasoning(scene: Scene) -> Part | None:
     """The reasoning of the earlier turn that the later text lacks, if the texts part where it begins."""
     for part in scene.parts:
         reasoning = part.text.strip()
-        if part.kind is not Kind.REASONING or not reasoning or reasoning in scene.next_text:
+        if part.kind is not Kind.REASONING or not reasoning or contains(scene.next_text, reasoning):
             continue
         start = scene.text.find(reasoning)
         if start < 0 and part.message == scene.prompt_messages:

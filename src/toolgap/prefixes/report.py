@@ -63,8 +63,9 @@ class Pair(msgspec.Struct, kw_only=True, omit_defaults=False):
         page_tokens: Tokens a page.
         share: ``common_tokens`` of ``tokens``, 0 to 1.
         prompt: The stable part: the earlier turn's prompt.
-        answer: The expected part; null if it is not known.
-        answer_known_by: Its own tokens, or the message that it was parsed into, as the template writes it.
+        answer: The expected part; null if its tokens are not known.
+        answer_known_by: Its own tokens, or the message that it was parsed into, as the template writes it. With the
+            latter and no ``answer``, all of it is lost: the later turn lacks its reasoning.
         extends: Whether the later turn is an extension of the earlier one.
         divergence: Where and why it is not.
     """
@@ -165,6 +166,8 @@ def _lines(pair: Pair, min_share: float) -> Sequence[str]:
 
 
 def _answer(pair: Pair) -> str:
+    if pair.answer is None and pair.answer_known_by is KnownBy.MESSAGE:
+        return "lost from its beginning: its reasoning is not in the later turn"
     if pair.answer is None:
         return "not known, so not checked" if pair.extends else "not known"
     how = "its own tokens" if pair.answer_known_by is KnownBy.TOKENS else "as the template writes it"

@@ -24,14 +24,16 @@ class Renderer:
     Args:
         url: The server.
         api_key: As :class:`toolgap.client.Toolgap` takes it.
+        text_api_key: For SGLang's own route for texts; the same if left out. They differ on a server that has an
+            admin API key and an API key.
 
     Raises:
         ValueError: the URL or the key cannot be used.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, text_api_key: str | None = None) -> None:
         self._toolgap = Toolgap(url, api_key=api_key)
-        self._http = httpx.Client(**connection(url, api_key), timeout=DETOKENIZE_TIMEOUT_S)
+        self._http = httpx.Client(**connection(url, text_api_key or api_key), timeout=DETOKENIZE_TIMEOUT_S)
         self._url = url
         self._rendered: dict[tuple[Api | None, str], list[int]] = {}
 
@@ -75,6 +77,12 @@ class Renderer:
             reply = self._http.post(DETOKENIZE_PATH, json={"tokens": full, "skip_special_tokens": False})
         except httpx.TransportError as error:
             raise ToolgapUnreachable(f"no answer from {self._url}: {error}") from error
+        if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise ToolgapUnreachable(
+                f"{self._url}{DETOKENIZE_PATH} answered {reply.status_code}: it wants SGLang's API key, which is not "
+                "its admin API key (--text-api-key)",
+                reply.status_code,
+            )
         if reply.status_code != httpx.codes.OK:
             raise ToolgapUnreachable(
                 f"{self._url}{DETOKENIZE_PATH} answered {reply.status_code}: {reply.text[:200]!r}",

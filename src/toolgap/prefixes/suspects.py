@@ -214,12 +214,18 @@ Difference = tuple[Cause, str, str]
 
 def _message(one: Mapping[str, Any], other: Mapping[str, Any], number: int) -> Difference | None:
     befores, afters = message_parts(one, number), message_parts(other, number)
-    had = [part for part in befores if part.kind is Kind.REASONING]
-    if had and not any(part.kind is Kind.REASONING for part in afters):
+    had, has = _reasoning(befores), _reasoning(afters)
+    if had is not None and has is None:
         return (
             Cause.REASONING_NOT_SENT,
-            had[0].path,
+            had.path,
             "The answer had reasoning, and the later request's message has none.",
+        )
+    if had is not None and has is not None and _field(had) != _field(has):
+        return (
+            Cause.REASONING_NOT_SENT,
+            has.path,
+            f"The answer's reasoning came as {_field(had)!r} and went back as {_field(has)!r}.",
         )
     for before, after in zip(befores, afters, strict=False):
         if (before.kind, before.name) != (after.kind, after.name):
@@ -230,6 +236,14 @@ def _message(one: Mapping[str, Any], other: Mapping[str, Any], number: int) -> D
         path = max(befores, afters, key=len)[min(len(befores), len(afters))].path
         return Cause.EDITED, path, "A part of the message was added or is gone."
     return None
+
+
+def _reasoning(parts: Sequence[Part]) -> Part | None:
+    return next((part for part in parts if part.kind is Kind.REASONING), None)
+
+
+def _field(part: Part) -> str:
+    return part.path.rpartition(".")[2]
 
 
 def _part(before: Part, after: Part) -> Difference:
