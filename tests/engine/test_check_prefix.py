@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import Server
+from harness import ADMIN_KEY, DEADLINE_S, Server
 from typer.testing import CliRunner, Result
 
 from toolgap.cli import app
@@ -16,6 +16,9 @@ from toolgap.prefixes.causes import Cause
 from toolgap.terminal import Exit
 
 pytestmark = pytest.mark.engine
+
+TEXT_KEY = "the-ordinary-key"
+"""SGLang's own routes want it where the endpoint wants the admin key."""
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 
@@ -107,28 +110,32 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     add_markers(model)
     arguments = ["--trust-request-chat-template", "--chat-template", str(TEMPLATES / "qwen3.jinja")]
-    arguments += ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3"]
+    arguments += ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3", "--api-key", TEXT_KEY]
     with Server(model, tmp_path_factory.mktemp("check-prefix"), arguments=arguments) as started:
         yield started
 
 
 class Checker:
-    """Runs the command on turns against the server."""
+    """Runs the command on turns against a server."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, server: Server, text_key: str | None) -> None:
+        self.url = server.url
+        assert server.admin_key is not None
+        self.keys = ["--api-key", server.admin_key, *(("--text-api-key", text_key) if text_key else ())]
+        self.http = httpx.Client(
+            base_url=server.url, headers={"Authorization": f"Bearer {text_key}"}, timeout=DEADLINE_S
+        )
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text that a model might have written."""
-        reply = self.server.http.post("/v1/tokenize", json={"prompt": text, "add_special_tokens": False})
+        reply = self.http.post("/v1/tokenize", json={"prompt": text, "add_special_tokens": False})
         tokens: list[int] = reply.json()["tokens"]
         return tokens
 
     def run(self, turns: Any, *options: str) -> Result:
-        key = () if self.server.admin_key is None else ("--api-key", self.server.admin_key)
         return CliRunner().invoke(
             app,
-            ["check-prefix", "-", "--url", self.server.url, *key, *options],
+            ["check-prefix", "-", "--url", self.url, *self.keys, *options],
             input=turns if isinstance(turns, str) else json.dumps(turns),
         )
 
@@ -156,8 +163,10 @@ class Checker:
 
 
 @pytest.fixture(scope="module")
-def checker(server: Server) -> Checker:
-    return Checker(server)
+def checker(server: Server) -> Iterator[Checker]:
+    checker = Checker(server, TEXT_KEY)
+    yield checker
+    checker.http.close()
 
 
 ASKED = [SYSTEM, USER]
@@ -191,7 +200,7 @@ def test_a_tool_loop_extends_if_reasoning_is_sent_back(checker: Checker, templat
 def test_an_answer_of_the_engine_itself_extends_or_is_told_why(checker: Checker) -> None:
     """What the model really wrote, random as it is: its prompt survives, and the counts are the engine's."""
     request = body(None, ASKED, tools=(), max_tokens=8, temperature=0, return_token_ids=True)
-    reply = checker.server.http.post("/v1/chat/completions", json=request).json()
+    reply = checker.http.post("/v1/chat/completions", json=request).json()
     message = reply["choices"][0]["message"]
     later = body(None, [*ASKED, {"role": "assistant", "content": message["content"] or ""}, MORE], tools=())
     [pair] = checker.pairs([{"request": request, "response": reply}, {"request": later}], Exit.FAILED)
@@ -570,19 +579,78 @@ def test_a_turn_that_the_server_refuses_is_named(checker: Checker) -> None:
     assert "Traceback" not in result.output
 
 
-def test_a_wrong_key_is_a_refusal(checker: Checker) -> None:
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [(["--api-key", "wrong"], "wants the server's API key"), (["--api-key", ADMIN_KEY], "--text-api-key")],
+)
+def test_a_wrong_key_is_a_refusal(checker: Checker, keys: list[str], words: str) -> None:
+    other = {**SYSTEM, "content": "You help with trains."}
     result = CliRunner().invoke(
         app,
-        ["check-prefix", "-", "--url", checker.server.url, "--api-key", "wrong"],
-        input=json.dumps([body(None, ASKED), body(None, CALLED)]),
+        ["check-prefix", "-", "--url", checker.url, *keys],
+        input=json.dumps([body(None, ASKED), body(None, [other, USER, ANSWER, MORE])]),
     )
     assert result.exit_code == Exit.REFUSED, result.output
+    assert words in result.stderr
 
 
-def test_the_server_detokenizes_as_documented(checker: Checker) -> None:
-    """The route that decoded text comes from."""
-    reply = httpx.post(
-        f"{checker.server.url}/detokenize",
-        json={"tokens": [checker.ids("Bern")], "skip_special_tokens": False},
-    )
-    assert reply.json()["text"] == ["Bern"]
+def test_one_key_is_enough_where_the_server_has_one(shared_server: Server) -> None:
+    """The tiny model's own template, which writes roles and contents only."""
+    checker = Checker(shared_server, None)
+    checker.extends(body(None, ASKED, tools=()), body(None, [*ASKED, ANSWER, MORE], tools=()))
+    other = {**SYSTEM, "content": "You help with trains."}
+    turns = body(None, ASKED, tools=()), body(None, [other, USER, ANSWER, MORE], tools=())
+    assert checker.cause(*turns) == (Cause.SYSTEM_PROMPT, "messages[0].content")
+    checker.http.close()
+
+
+# ---- every template with every fault ----
+
+
+def with_change(number: int, **fields: Any) -> list[dict[str, Any]]:
+    messages = json.loads(json.dumps(LOOP))
+    messages[number].update(fields)
+    return list(messages)
+
+
+LOOP: list[dict[str, Any]] = [*ASKED, call(REASONING), RESULT, call(REASONING), RESULT]
+REORDERED = call(REASONING, '{"days": 2, "city": "Bern"}')
+FAULTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], set[Cause]]] = {
+    "none": (LOOP, {}, set()),
+    "another user message": (
+        [*LOOP[:4], ANSWER, MORE],
+        {},
+        {Cause.THINKING_DROPPED, Cause.RETENTION, Cause.GENERATION_PROMPT},
+    ),
+    "arguments": (with_change(2, **REORDERED), {}, {Cause.ARGUMENTS}),
+    "old reasoning": (with_change(2, reasoning_content=None), {}, {Cause.REASONING_NOT_SENT}),
+    "new reasoning": (with_change(4, reasoning_content=None), {}, {Cause.REASONING_NOT_SENT}),
+    "result": (with_change(3, content='{"degrees": 21, "sky": "clear"}'), {}, {Cause.RESULTS}),
+    "system": (with_change(0, content="You help."), {}, {Cause.SYSTEM_PROMPT}),
+    "question": (with_change(1, content="How is it in Bonn?"), {}, {Cause.EDITED}),
+    "tools": (LOOP, {"tools": [SEARCH, WEATHER]}, {Cause.TOOLS}),
+    "options": (LOOP, {"chat_template_kwargs": {"enable_thinking": False}}, {Cause.TEMPLATE_OPTIONS}),
+}
+
+
+@pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_no_fault_is_called_by_another_ones_name(checker: Checker, template: str) -> None:
+    """A template may not show a fault, so that the turns still extend; else the cause is the fault."""
+    called: dict[str, str | None] = {}
+    for fault, (messages, options, _) in FAULTS.items():
+        result = checker.run([body(template, LOOP[:4]), body(template, messages, **options)], "--json")
+        [pair] = json.loads(result.stdout)["pairs"]
+        called[fault] = pair["divergence"] and pair["divergence"]["cause"]
+    wrong = {
+        fault: cause for fault, cause in called.items() if cause is not None and cause not in FAULTS[fault][2]
+    }
+    assert wrong == {}
+    assert called["system"] == Cause.SYSTEM_PROMPT
+    assert called["question"] == Cause.EDITED
+
+
+def test_the_first_of_two_faults_is_named(checker: Checker) -> None:
+    messages = with_change(2, **REORDERED)
+    messages[0] = {**SYSTEM, "content": "You help."}
+    cause, place = checker.cause(body("qwen3", LOOP[:4]), body("qwen3", messages))
+    assert (cause, place) == (Cause.SYSTEM_PROMPT, "messages[0].content")

@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from toolgap.prefixes.turns import TurnsError, read_turns, sessions
+from toolgap.prefixes.turns import Turn, TurnsError, read_turns, sessions
 from toolgap.protocol import Api
 
 USER = {"role": "user", "content": "hello"}
@@ -33,6 +34,14 @@ def test_lines_of_a_recording_and_keys_that_are_left_alone() -> None:
     ]
     data = b"\n".join(map(encoded, lines)) + b"\n\n"
     assert {session: len(turns) for session, turns in sessions(read_turns(data)).items()} == {"a": 2, "b": 1}
+
+
+def test_a_recorder_writes_what_is_read() -> None:
+    written = [
+        Turn(request=BODY, response={"choices": []}, session="a", api=Api.OPENAI),
+        Turn(request={**BODY, "system": "x"}, session="b", api=Api.ANTHROPIC),
+    ]
+    assert read_turns(b"\n".join(map(msgspec.json.encode, written))) == written
 
 
 def test_one_object_is_one_turn() -> None:
