@@ -75,7 +75,12 @@ def body(
     kwargs = options.pop("chat_template_kwargs", {})
     if template is not None:
         kwargs = {"chat_template": (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8"), **kwargs}
-    made: dict[str, Any] = {"model": "default", "messages": list(messages), "tools": list(tools), **options}
+    made: dict[str, Any] = {
+        "model": "default",
+        "messages": [dict(m) for m in messages],
+        "tools": list(tools),
+        **options,
+    }
     return made | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
@@ -182,8 +187,8 @@ ANSWERED = [*CALLED, ANSWER, MORE]
 )
 def test_a_tool_loop_extends_where_no_reasoning_is_involved(checker: Checker, template: str) -> None:
     pair = checker.extends(body(template, ASKED), body(template, CALLED))
-    assert pair["prompt"]["tokens"] == pair["tokens"]
-    assert pair["answer"] is None
+    assert pair["prompt"]["tokens"] + pair["answer"]["tokens"] == pair["tokens"]
+    assert pair["answer_known_by"] == "next_turn"
 
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen3.5", "glm-4.6", "glm-4.7-flash"])
@@ -239,6 +244,13 @@ def test_thinking_of_the_answer_dropped_when_a_user_message_arrives(checker: Che
     assert pair["prompt"]["common_tokens"] == pair["prompt"]["tokens"]
 
 
+def test_thinking_that_the_later_request_itself_shows_to_be_dropped(checker: Checker) -> None:
+    answer = {**ANSWER, "reasoning_content": REASONING}
+    pair = checker.parts(body("qwen3", ASKED), body("qwen3", [*ASKED, answer, MORE]))
+    assert pair["divergence"]["cause"] == Cause.THINKING_DROPPED
+    assert (pair["answer"], pair["answer_known_by"]) == (None, "next_turn")
+
+
 def test_retention_flag(checker: Checker) -> None:
     earlier = [*ASKED, call(REASONING), RESULT]
     divergence = checker.parts(
@@ -277,6 +289,26 @@ def test_harmony_drops_analysis(checker: Checker) -> None:
         {"request": body("gpt-oss", [*ASKED, answer, MORE])},
     )
     assert cause == Cause.HARMONY
+
+
+def test_harmony_drops_analysis_is_seen_from_the_message_alone(checker: Checker) -> None:
+    cause, _ = checker.cause(
+        {"request": body("gpt-oss", ASKED), "response": response(call(REASONING))},
+        {"request": body("gpt-oss", [*ASKED, call(REASONING), RESULT])},
+    )
+    assert cause == Cause.HARMONY
+
+
+@pytest.mark.parametrize("template", ["qwen2.5", "granite-4.0", "deepseek-v3.1"])
+def test_a_template_without_reasoning_drops_it_within_a_tool_loop_too(
+    checker: Checker, template: str
+) -> None:
+    divergence = checker.parts(
+        {"request": body(template, ASKED), "response": response(call(REASONING))},
+        {"request": body(template, [*ASKED, call(REASONING), RESULT])},
+    )["divergence"]
+    assert divergence["cause"] == Cause.THINKING_DROPPED
+    assert "even if it is sent back" in divergence["detail"]
 
 
 def test_token_merge_at_a_seam(checker: Checker) -> None:
@@ -636,9 +668,14 @@ FAULTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], set[Cause]]] = {
 @pytest.mark.parametrize("template", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 def test_no_fault_is_called_by_another_ones_name(checker: Checker, template: str) -> None:
     """A template may not show a fault, so that the turns still extend; else the cause is the fault."""
+    reasons = "reasoning_content" in (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     called: dict[str, str | None] = {}
     for fault, (messages, options, _) in FAULTS.items():
-        result = checker.run([body(template, LOOP[:4]), body(template, messages, **options)], "--json")
+        turns = [body(template, LOOP[:4]), body(template, messages, **options)]
+        if not reasons:
+            for message in [*turns[0]["messages"], *turns[1]["messages"]]:
+                message.pop("reasoning_content", None)
+        result = checker.run(turns, "--json")
         [pair] = json.loads(result.stdout)["pairs"]
         called[fault] = pair["divergence"] and pair["divergence"]["cause"]
     wrong = {

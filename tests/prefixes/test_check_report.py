@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -74,6 +75,27 @@ def test_a_turn_that_does_not() -> None:
     for words in (meaning, mend, "arguments_reserialised", "'[bold]'", "(nothing more)"):
         assert words in text
     assert "1 of 2 turns does not extend the one before." in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "known_by", "words"),
+    [
+        (
+            Portion(tokens=10, common_tokens=10),
+            KnownBy.MESSAGE,
+            "10 of 10 tokens (expected; as the template writes it)",
+        ),
+        (
+            Portion(tokens=9, common_tokens=9),
+            KnownBy.NEXT_TURN,
+            "9 of 9 tokens (expected; as the later turn has it)",
+        ),
+        (None, KnownBy.MESSAGE, "lost from its beginning"),
+        (None, None, "not known, so not checked"),
+    ],
+)
+def test_what_is_known_of_the_answer(answer: Portion | None, known_by: KnownBy | None, words: str) -> None:
+    assert words in printed(msgspec.structs.replace(pair(), answer=answer, answer_known_by=known_by))
 
 
 def test_a_share_is_told() -> None:

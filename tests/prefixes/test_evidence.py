@@ -6,6 +6,7 @@ from toolgap.prefixes.causes import Cause
 from toolgap.prefixes.evidence import (
     Scene,
     common_length,
+    contains,
     dropped_reasoning,
     in_generation_prompt,
     is_harmony,
@@ -35,6 +36,11 @@ def test_common_length() -> None:
     assert common_length([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common_length([1, 2], [1, 2, 3]) == 2
     assert common_length([], [1]) == 0
+
+
+def test_blanks_do_not_hide_a_part() -> None:
+    assert contains("<think>\n one  two\nthree </think>", "one two three\n")
+    assert not contains("one three", "one two three")
 
 
 def test_two_newlines_that_became_one_token() -> None:

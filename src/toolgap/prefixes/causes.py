@@ -107,9 +107,9 @@ CAUSES: dict[Cause, Meaning] = {
         "--default-chat-template-kwargs.",
     ),
     Cause.THINKING_DROPPED: Meaning(
-        "A user's message arrived, and the template drops reasoning from before it.",
-        "By design of the template, and harmless within a tool loop; restore the prefix up to the last user "
-        "message, or use a template that keeps reasoning.",
+        "The template drops reasoning: most templates what is from before the newest user message, some all of it.",
+        "By design of the template, and with most harmless within a tool loop; restore the prefix up to the last "
+        "user message, or use a template that keeps reasoning.",
     ),
     Cause.GENERATION_PROMPT: Meaning(
         "What the template writes to open an answer is not what it writes there once the answer is history.",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from toolgap.client import ToolgapError
 from toolgap.prefixes.causes import Cause
 from toolgap.prefixes.evidence import (
+    CHANNEL,
     Scene,
     common_length,
     contains,
@@ -131,11 +132,7 @@ def _check(
         answer=Portion(tokens=answer_tokens, common_tokens=max(common - measure.prompt_tokens, 0))
         if answer_tokens
         else None,
-        answer_known_by=KnownBy.MESSAGE
-        if measure.lacks_reasoning
-        else comparison.known_by
-        if answer_tokens
-        else None,
+        answer_known_by=comparison.answer_known_by,
         extends=extends,
         divergence=None if extends else comparison.divergence(changed),
     )
@@ -158,13 +155,19 @@ class _Comparison:
         # Both bodies are of one session; its turns have one form.
         self._api: Api | None = before.api
         self._renderer = renderer
-        self._answer = before.answer()
-        self._answer_ids = before.answer_ids()
         self._prompt_messages = len(before.request["messages"])
+        self._responded = before.answer() is not None
+        self._answer = before.answer() if self._responded else self._added_answer()
+        self._answer_ids = before.answer_ids()
         self.known_by: KnownBy | None = KnownBy.TOKENS if self._answer_ids else None
         answer = [] if self._answer is None else message_parts(self._answer, self._prompt_messages)
         self._answer_parts = answer
         self.measured = self._measure(self._before, self._after, first=True)
+
+    def _added_answer(self) -> dict[str, Any] | None:
+        """The answer as the later request shows it; None if that does not go on with one."""
+        added = self._after["messages"][self._prompt_messages :]
+        return dict(added[0]) if added and added[0].get("role") == "assistant" else None
 
     # ---- measuring ----
 
@@ -188,8 +191,12 @@ class _Comparison:
         if expected is None or common_length(expected, prompt) < len(prompt):
             return prompt
         if first:
-            self.known_by = KnownBy.MESSAGE
+            self.known_by = self._known_by_message
         return expected
+
+    @property
+    def _known_by_message(self) -> KnownBy:
+        return KnownBy.MESSAGE if self._responded else KnownBy.NEXT_TURN
 
     def _lacks_reasoning(self, next_ids: list[int]) -> bool:
         reasoning = self._reasoning()
@@ -199,7 +206,7 @@ class _Comparison:
         return any(not contains(text, part) for part in reasoning)
 
     def _reasoning(self) -> list[str]:
-        """The answer's, as far as the response tells it."""
+        """The answer's, as far as it is known."""
         texts = [part.text.strip() for part in self._answer_parts if part.kind is Kind.REASONING]
         return [text for text in texts if text]
 
@@ -213,6 +220,13 @@ class _Comparison:
     def _helps(self, before: Body, after: Body) -> bool:
         tried = self._try(before, after)
         return tried is not None and tried.lost < self.measured.lost
+
+    @property
+    def answer_known_by(self) -> KnownBy | None:
+        """How what was measured of the answer is known."""
+        if self.measured.lacks_reasoning:
+            return self._known_by_message
+        return self.known_by if len(self.measured.ids) > self.measured.prompt_tokens else None
 
     # ---- the cause ----
 
@@ -325,14 +339,16 @@ class _Comparison:
                     Cause.RETENTION, f"With {shown} in chat_template_kwargs the reasoning stays.", part.path
                 )
         if user_arrived(scene):
-            return Finding(
-                Cause.THINKING_DROPPED, f"The reasoning of {part.path} is not in the later prompt.", part.path
-            )
-        return None
+            detail = f"A user's message arrived, and the reasoning of {part.path} is not in the later prompt."
+            return Finding(Cause.THINKING_DROPPED, detail, part.path)
+        if part.message < self._prompt_messages:
+            return None
+        cause = Cause.HARMONY if CHANNEL in scene.next_text else Cause.THINKING_DROPPED
+        return Finding(cause, "The template writes no reasoning here, even if it is sent back.", part.path)
 
     def _needs_reasoning(self) -> bool:
         """Whether the later request would extend the prompt if its answer had reasoning."""
-        if self._answer is not None and not self._reasoning():
+        if self._responded and not self._reasoning():
             return False
         restored = with_reasoning(self._after, self._prompt_messages, self._api, STAND_IN)
         tried = None if restored is None else self._try(self._before, restored)

@@ -61,7 +61,10 @@ def is_token_merge(scene: Scene) -> bool:
     return same >= max(len(scene.token), len(scene.next_token)) + LOOK_AHEAD_CHARS
 
 
-ANALYSIS = "<|channel|>analysis"
+CHANNEL = "<|channel|>"
+"""Of the Harmony format alone."""
+
+ANALYSIS = f"{CHANNEL}analysis"
 
 
 def is_harmony(scene: Scene) -> bool:

@@ -15,6 +15,7 @@ class KnownBy(StrEnum):
 
     TOKENS = "tokens"
     MESSAGE = "message"
+    NEXT_TURN = "next_turn"
 
 
 class Portion(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -64,8 +65,9 @@ class Pair(msgspec.Struct, kw_only=True, omit_defaults=False):
         share: ``common_tokens`` of ``tokens``, 0 to 1.
         prompt: The stable part: the earlier turn's prompt.
         answer: The expected part; null if its tokens are not known.
-        answer_known_by: Its own tokens, or the message that it was parsed into, as the template writes it. With the
-            latter and no ``answer``, all of it is lost: the later turn lacks its reasoning.
+        answer_known_by: Its own tokens; or the message that it was parsed into, or that the later request has in its
+            place, as the template writes it. With a message and no ``answer``, all of it is lost: the later turn
+            lacks its reasoning.
         extends: Whether the later turn is an extension of the earlier one.
         divergence: Where and why it is not.
     """
@@ -165,13 +167,20 @@ def _lines(pair: Pair, min_share: float) -> Sequence[str]:
     return lines
 
 
+_HOW = {
+    KnownBy.TOKENS: "its own tokens",
+    KnownBy.MESSAGE: "as the template writes it",
+    KnownBy.NEXT_TURN: "as the later turn has it",
+}
+
+
 def _answer(pair: Pair) -> str:
-    if pair.answer is None and pair.answer_known_by is KnownBy.MESSAGE:
+    if pair.answer is not None and pair.answer_known_by is not None:
+        counts = f"{pair.answer.common_tokens} of {pair.answer.tokens} tokens"
+        return f"{counts} (expected; {_HOW[pair.answer_known_by]})"
+    if pair.answer_known_by is not None:
         return "lost from its beginning: its reasoning is not in the later turn"
-    if pair.answer is None:
-        return "not known, so not checked" if pair.extends else "not known"
-    how = "its own tokens" if pair.answer_known_by is KnownBy.TOKENS else "as the template writes it"
-    return f"{pair.answer.common_tokens} of {pair.answer.tokens} tokens (expected; {how})"
+    return "not known, so not checked" if pair.extends else "not known"
 
 
 def _quoted(text: str) -> str:
