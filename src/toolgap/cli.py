@@ -23,6 +23,7 @@ from toolgap import protocol
 from toolgap.bench.cli import app as bench_app
 from toolgap.client import DEFAULT_URL, SubmitFields, Toolgap
 from toolgap.doctor import Finding, Level, has_problem
+from toolgap.prefixes.cli import check_prefix
 from toolgap.protocol import OperationStatus, Overview, State, Target
 from toolgap.serve import ServeError
 from toolgap.settings import Settings, SettingsError, variable
@@ -509,6 +510,7 @@ def demo(
     raise typer.Exit(main.run(prompt_tokens, trials, output, model=model, url=url, cpu=cpu))
 
 
+app.command("check-prefix")(check_prefix)
 app.add_typer(bench_app)
 
 
