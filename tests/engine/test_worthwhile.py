@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import Prompt
-from harness import PAGE, PATIENT, Server, until
+from harness import PAGE, PATIENT, Prompt, Server, until
 
 from toolgap.engineclient import read_samples
 from toolgap.protocol import Code, Error, ErrorReply, Reason, State
