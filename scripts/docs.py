@@ -301,7 +301,7 @@ def submit_section() -> Iterator[str]:
     yield (
         "A request whose tool calls have just been sent names its continuation by its own `id`. Its tokens are exact; "
         "the next prompt begins with them as far as the chat template shows the answer as the model wrote it "
-        "([why it may not](limits.md)). By `messages` the server renders what the next prompt certainly begins "
+        "([why it may not](prefixes.md)). By `messages` the server renders what the next prompt certainly begins "
         "with, which is exact in that respect, and costs a few passes of the tokenizer:"
     )
     yield curl({"action": "submit", "request_id": "4f1d2c6e0b"})

@@ -5,11 +5,14 @@ judges the rule as it would have judged the server.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from toolgap.admission import Rates, Wanted, estimate
+from toolgap.bench import decisions, tables
 from toolgap.bench.arms import Arm
+from toolgap.bench.evidence import MANIFEST, Evidence, read_manifest
 from toolgap.bench.records import Asked, Trial
 from toolgap.sglang.rates import Meter
 
@@ -70,3 +73,33 @@ def _measure(meter: Meter, trial: Trial) -> None:
     begun, done = trial.times.get("forward_entry_time"), trial.times.get("prefill_finished_time")
     if begun is not None and done is not None and computed > 0:
         meter.prefilled(computed, computed * (cached + computed / 2), begun, done)
+
+
+def page(evidence: Path) -> str:
+    """What the rule would have decided in every run there that has arms A and C, and whether it was right.
+
+    Args:
+        evidence: A folder of runs.
+    """
+    parts = [
+        "# Would the admission rule have been right?",
+        "Made by `scripts/evidence.py --write` from the raw trials beside it, and compared by `make verify-evidence`. "
+        "No server decided here: every restore was played. The trials of each run are replayed in their order, "
+        "through the code that measures storage and prefill in a server and the rule that it decides by, with what was "
+        f"known before each trial. {decisions.RULE}",
+    ]
+    for folder in sorted(manifest.parent for manifest in evidence.glob(f"*/{MANIFEST}")):
+        manifest = read_manifest(folder)
+        plan = manifest.plan
+        if plan.recipe != "matrix" or not {Arm.RECOMPUTE, Arm.AHEAD} <= set(plan.arms):
+            continue
+        trials = with_decisions(Evidence.load(folder, Trial).trials)
+        heading = f"## {folder.name}: {tables.hardware(manifest)}, {manifest.model}"
+        for tokens in plan.prompt_tokens:
+            own = [trial for trial in trials if trial.cell.prompt_tokens == tokens and not trial.invalid]
+            parts += [
+                f"{heading}, {tokens:,} tokens",
+                decisions.confusion(own),
+                decisions.by_gap(plan, own),
+            ]
+    return "\n\n".join(parts) + "\n"
