@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from toolgap import client
+from toolgap import calls, client
 from toolgap.client import AsyncToolgap, Toolgap, ToolgapError, ToolgapUnreachable
 from toolgap.protocol import Code, EngineStatus, Error, ErrorReply, OperationStatus, Overview, State
 
@@ -321,11 +321,11 @@ def submit_to(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Makes a client's ``submit`` for a busy server, with jitter at its longest."""
 
     def make(server: Busy, **options: Any) -> Submitter:
-        monkeypatch.setattr(
-            client, "time", SimpleNamespace(monotonic=lambda: server.now_s, sleep=server.sleep)
-        )
+        time = SimpleNamespace(monotonic=lambda: server.now_s, sleep=server.sleep)
+        monkeypatch.setattr(calls, "time", time)
+        monkeypatch.setattr(client, "time", time)
         monkeypatch.setattr(client, "asyncio", SimpleNamespace(sleep=server.sleep_async))
-        monkeypatch.setattr(client, "random", SimpleNamespace(random=lambda: 1.0))
+        monkeypatch.setattr(calls, "random", SimpleNamespace(random=lambda: 1.0))
 
         def submit(**fields: Any) -> OperationStatus:
             with sync(server, **options) as toolgap:
