@@ -343,7 +343,9 @@ def test_a_refresh_takes_the_earlier_ones_place(agent: Agent, server: Server) ->
 
 
 def test_a_refresh_may_name_the_prefix_in_another_way(agent: Agent, server: Server) -> None:
-    with agent.restoring(messages=[{"role": "user"}], tools=[{"name": "f"}], ttl_s=5.0) as restore:
+    with agent.restoring(
+        messages=[{"role": "user"}], tools=[{"name": "f"}], cache_salt="s", ttl_s=5.0
+    ) as restore:
         agent.do(restore.refresh(messages=[{"role": "tool"}]))
         agent.do(restore.refresh(request_id="turn-8", operation_id="mine"))
     agent.settle()

@@ -92,6 +92,10 @@ class _Record:
         if way and not way & {name for name in PREFIX_FIELDS if earlier.get(name) is not None}:
             for name in (*PREFIX_FIELDS, *PROMPT_FIELDS, "api"):
                 earlier.pop(name, None)
+        if "request_id" in way:
+            # They are the recorded request's own.
+            for name in ("extra_key", "cache_salt", "lora_path"):
+                earlier.pop(name, None)
         earlier.pop("operation_id", None)
         gap_s = earlier.get("expected_gap_s")
         if gap_s is not None:
