@@ -1,10 +1,7 @@
 """The command line: options, what is printed, exit statuses. Servers are in tests/engine."""
 
-import functools
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +10,15 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
+from command import ENGINE, RESTORED, Server, operation, reply, run, serving, words
+from rich.console import Console
+from typer.testing import Result
 
-from toolgap import cli, client, doctor, serve, terminal
-from toolgap.cli import app
-from toolgap.client import Toolgap
+from toolgap import calls, client, doctor, serve, terminal
 from toolgap.demo import main as demo
 from toolgap.doctor import Installation
 from toolgap.protocol import (
     Code,
-    EngineStatus,
     Error,
     ErrorReply,
     OperationStatus,
@@ -34,79 +30,10 @@ from toolgap.protocol import (
 from toolgap.settings import Settings, variable
 from toolgap.terminal import EXITS, Exit
 
-ENGINE = EngineStatus(
-    namespace="0123456789abcdef",
-    storage_backend="file",
-    prefetch_policy="timeout",
-    prefetch_threshold_tokens=256,
-    page_tokens=16,
-    host_total_tokens=8192,
-    host_free_tokens=8000,
-    prefetch_capacity_tokens=4096,
-    prefetch_occupied_tokens=0,
-    prefetch_retries_pending=0,
-    reads_in_flight=0,
-    max_operations=16,
-    max_operation_tokens=4096,
-    waiting_joins=0,
-    stalled_reads=0,
-    paused=False,
-)
-
-
-def operation(state: State = State.RESTORING, reason: Reason | None = None) -> OperationStatus:
-    return OperationStatus(
-        operation_id="op-1",
-        state=state,
-        reason=reason,
-        requested_tokens=1000,
-        aligned_tokens=992,
-        resident_tokens=0,
-        ttl_s=60.0,
-        elapsed_s=0.25,
-        namespace="0123456789abcdef",
-    )
-
-
-RESTORED = operation(State.RESTORED, Reason.COMPLETE)
-
-Reply = Callable[[dict[str, Any]], httpx.Response]
-
-
-class Server:
-    """Answers as told, and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[httpx.Headers] = []
-        self.reply: Reply = lambda _: reply(RESTORED)
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = {name: value for name, value in json.loads(request.content).items() if value is not None}
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        return self.reply(body)
-
-
-def reply(value: Any, status: int = 200) -> httpx.Response:
-    return httpx.Response(status, content=msgspec.json.encode(value))
-
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    server = Server()
-    monkeypatch.setattr(cli, "Toolgap", functools.partial(Toolgap, transport=httpx.MockTransport(server)))
-    return server
-
-
-def run(*arguments: str, environ: dict[str, str] | None = None, stdin: str | bytes | None = None) -> Result:
-    clean = {"TOOLGAP_URL": None, "TOOLGAP_API_KEY": None, "TOOLGAP_DEBUG": None, "COLUMNS": "100"}
-    return CliRunner(env={**clean, **(environ or {})}).invoke(app, arguments, input=stdin)
-
-
-def words(text: str) -> str:
-    """The text without its wrapping and the frame that typer draws around complaints."""
-    return " ".join(text.replace("│", " ").split())
+    return serving(monkeypatch)
 
 
 # ---- exit statuses and variables ----
@@ -189,7 +116,9 @@ def test_submit_sends_what_was_asked(server: Server) -> None:
 
 def test_submit_tries_again_for_as_long_as_it_may(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+    time = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+    monkeypatch.setattr(calls, "time", time)
+    monkeypatch.setattr(client, "time", time)
     error = ErrorReply(error=Error(code=Code.PAUSED, message="paused", retry_after_s=2.0))
     server.reply = lambda _: reply(error, 503) if len(pauses) < 2 else reply(operation())
     assert run("submit", "--text", "a", "--retry", "60").exit_code == Exit.OK
@@ -485,4 +414,7 @@ def test_demo_passes_its_options_on_and_its_status_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(demo, "run", play)
     options = ["--prompt-tokens", "700", "--trials", "2", "--output", "out", "--model", "m", "--cpu"]
     assert run("demo", *options).exit_code == status
-    assert called == [((700, 2, Path("out")), {"model": "m", "url": None, "cpu": True})]
+    [(args, kwargs)] = called
+    assert args == (700, 2, Path("out"))
+    assert isinstance(kwargs.pop("console"), Console)
+    assert kwargs == {"model": "m", "url": None, "cpu": True}
