@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Prompt
 from harness import ADMIN_KEY, PAGE, Server, joined, until
 
+from conftest import Prompt
 from toolgap.client import AsyncToolgap, Toolgap
 from toolgap.protocol import Reason, State
 

@@ -7,12 +7,7 @@ knows more than the modules it calls: it reads options, prints, and chooses the 
 import typer
 
 from toolgap.bench.cli import app as bench
-from toolgap.cli.demo import demo
-from toolgap.cli.doctor import doctor
-from toolgap.cli.operations import cancel, resolve, status, submit, wait
-from toolgap.cli.serve import serve
-from toolgap.cli.version import version
-from toolgap.cli.watch import watch
+from toolgap.cli import demo, doctor, operations, serve, version, watch
 from toolgap.terminal import EXITS
 
 app = typer.Typer(
@@ -23,7 +18,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (submit, resolve, status, wait, cancel, watch, serve, doctor, demo):
+COMMANDS = (
+    operations.submit,
+    operations.resolve,
+    operations.status,
+    operations.wait,
+    operations.cancel,
+    watch.watch,
+    serve.serve,
+    doctor.doctor,
+    demo.demo,
+    version.version,
+)
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(bench)
-app.command()(version)
