@@ -23,6 +23,9 @@ from toolgap.protocol import EngineStatus, OperationStatus
 
 T = TypeVar("T")
 
+Prompt = Callable[[int], list[int]]
+"""Makes a prompt of so many tokens that no other test uses."""
+
 PROBE = Path(__file__).parent / "probe"
 ADMIN_KEY = "the-admin-key"
 PAGE = 16

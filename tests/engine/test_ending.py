@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, Prompt, Server, until
 
 from toolgap.client import ToolgapError
 from toolgap.protocol import OperationStatus, Reason, State

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, PATIENT, Server, until
+from harness import PAGE, PATIENT, Prompt, Server, until
 
 from toolgap.protocol import Code, Reason, State
 

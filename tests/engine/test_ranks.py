@@ -17,8 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Prompt
-from harness import PAGE, PATIENT, Server, until
+from harness import PAGE, PATIENT, Prompt, Server, until
 
 from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State
@@ -373,7 +372,40 @@ def test_ranks_agree_on_the_namespace_after_an_update_of_the_weights(ranks: Serv
     assert (answer.sources, answer.output_ids) == ((0, 40 * PAGE, 0), recomputed.output_ids)
 
 
+@SHARDED
+def test_a_request_that_several_ranks_served_names_a_prefix(ranks: Server, prompt: Prompt) -> None:
+    prefix = prompt(40 * PAGE)
+    answer = ranks.generate(prefix, tokens=2 * PAGE, rid="turn")
+    assert ranks.toolgap.resolve(request_id="turn").token_ids == prefix + answer.output_ids
+    ranks.flush()
+    outcome = ranks.ended(ranks.toolgap.submit(request_id="turn").operation_id)
+    assert (outcome.stable_tokens, outcome.expected_tokens) == (40 * PAGE, 2 * PAGE)
+    assert outcome.inserted_tokens == 41 * PAGE
+    ranks.generate([*prefix, *answer.output_ids[:20], 5])
+    left = ranks.toolgap.status(outcome.operation_id)
+    assert (left.used_tokens, left.first_divergent_token) == (41 * PAGE, 40 * PAGE + 20)
+    ranks.states()
+
+
 # ---- replicas ----
+
+
+@APART
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_request_names_its_replica_unless_the_submit_does(
+    ranks: Server, prompt: Prompt, replica: int
+) -> None:
+    prefix = prompt(40 * PAGE)
+    ranks.generate(prefix, rid=f"of-{replica}", routed_dp_rank=replica)
+    ranks.flush()
+    there = ranks.ended(ranks.toolgap.submit(request_id=f"of-{replica}").operation_id)
+    assert (there.dp_rank, there.inserted_tokens) == (replica, 40 * PAGE)
+    moved = ranks.toolgap.submit(request_id=f"of-{replica}", routed_dp_rank=1 - replica)
+    elsewhere = ranks.ended(moved.operation_id)
+    assert (elsewhere.dp_rank, elsewhere.inserted_tokens) == (1 - replica, 40 * PAGE)
+    with pytest.raises(ToolgapError) as refused:
+        ranks.toolgap.submit(request_id="of-nobody")
+    assert refused.value.error.code is Code.UNKNOWN_REQUEST
 
 
 @APART

@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from conftest import Prompt
-from harness import ADMIN_KEY, DEADLINE_S, PAGE, Server, until
+from harness import ADMIN_KEY, DEADLINE_S, PAGE, Prompt, Server, until
 
 from toolgap import doctor
 from toolgap.protocol import MAX_WAIT_S, PATH, Code, OperationStatus, Reason, State
