@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from harness import ADMIN_KEY, PAGE, Server, joined, until
+from harness import ADMIN_KEY, PAGE, Prompt, Server, joined, until
 
-from conftest import Prompt
 from toolgap.client import AsyncToolgap, Toolgap
 from toolgap.protocol import Reason, State
 
