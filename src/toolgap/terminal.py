@@ -30,13 +30,25 @@ class Exit(IntEnum):
 
 EXITS: dict[Exit, str] = {
     Exit.OK: "done; for wait: the whole prefix was restored",
-    Exit.FAILED: "the operation, a check or an invariant failed",
+    Exit.FAILED: "what was asked for did not come true: a restore, a check or an invariant",
     Exit.USAGE: "wrong options, arguments or settings",
     Exit.UNREACHABLE: "no server answers, or one without Toolgap",
     Exit.REFUSED: "the server refused: an API key, a limit, or what it cannot do",
     Exit.FAULT: "a fault in toolgap; TOOLGAP_DEBUG=1 shows where",
     Exit.INTERRUPTED: "interrupted",
 }
+
+FAILURES: dict[str, str] = {
+    "submit": "with `--wait`: as `toolgap wait`",
+    "wait": "the operation ended otherwise than restored, or did not end in time",
+    "doctor": "there is a problem",
+    "demo": "an invariant did not hold, or the demo could not be played",
+    "bench run": "the run could not go on",
+    "bench report": "the folder holds no run",
+    "bench figures": "the folder holds no run",
+    "bench verify": "a run does not agree with its trials",
+}
+"""What :attr:`Exit.FAILED` says, by command; no other command ends with it."""
 
 URL_VARIABLE = "TOOLGAP_URL"
 API_KEY_VARIABLE = "TOOLGAP_API_KEY"

@@ -69,7 +69,7 @@ def submit(
     as_json: Json = False,
     **named: Any,
 ) -> None:
-    """Start restoring a prefix from storage into host memory; does not wait for it."""
+    """Start restoring a prefix from storage into host memory; waits for it only with --wait."""
     fields: SubmitFields = {
         **prefix.read(named),
         "operation_id": operation_id,

@@ -12,6 +12,7 @@ from toolgap.serve import ServeError
 from toolgap.settings import Settings, SettingsError, variable
 from toolgap.terminal import Exit, SglangArguments, complain, fail, guarded, print_json, with_options
 
+SETTINGS_PANEL = "Settings of Toolgap"
 SETTINGS = tuple(
     inspect.Parameter(
         setting.name,
@@ -22,7 +23,7 @@ SETTINGS = tuple(
             typer.Option(
                 help=f"{setting.metadata['help']} (default: ${variable(setting.name)}, else {setting.default})",
                 show_default=False,
-                rich_help_panel="Settings of Toolgap",
+                rich_help_panel=SETTINGS_PANEL,
             ),
         ],
     )

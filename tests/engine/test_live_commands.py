@@ -1,0 +1,170 @@
+"""The commands against a real server: prefixes by messages and request, what is told afterwards, the live view."""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from harness import ADMIN_KEY, DEADLINE_S, PAGE, Prompt, Server, until
+from typer.testing import CliRunner, Result
+
+from toolgap.cli import app
+from toolgap.protocol import OperationStatus, Overview, Resolved, State
+from toolgap.terminal import Exit
+
+pytestmark = pytest.mark.engine
+
+TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
+QUESTION: dict[str, Any] = {"role": "user", "content": "Which files are here, and how large are they? " * 40}
+
+
+@pytest.fixture(scope="module")
+def chat_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--chat-template", str(TEMPLATE)]
+    with Server(model, tmp_path_factory.mktemp("commands"), arguments=arguments) as server:
+        yield server
+
+
+@pytest.fixture
+def chat(chat_server: Server) -> Iterator[Server]:
+    with chat_server.left_as_found():
+        yield chat_server
+
+
+def run(server: Server, *arguments: str, stdin: str | None = None) -> Result:
+    environ = {"TOOLGAP_URL": server.url, "TOOLGAP_API_KEY": ADMIN_KEY, "COLUMNS": "200"}
+    return CliRunner(env=environ).invoke(app, arguments, input=stdin)
+
+
+def test_a_saved_request_and_its_id_are_restored_and_the_continuation_is_told(chat: Server) -> None:
+    request = {"model": "m", "messages": [QUESTION], "max_tokens": 4, "temperature": 0}
+    reply = chat.http.post("/v1/chat/completions", json=request).json()
+    answer = reply["choices"][0]["message"]
+    turn = {**request, "messages": [QUESTION, {"role": "assistant", "content": answer["content"]}]}
+
+    result = run(chat, "resolve", "--messages", "-", "--json", stdin=json.dumps(turn))
+    resolved = msgspec.json.decode(result.stdout, type=Resolved)
+    assert resolved.stable_tokens is not None
+    assert 256 < resolved.stable_tokens <= len(resolved.token_ids)
+
+    chat.flush()
+    result = run(chat, "submit", "--messages", "-", "--wait", "--id", "turn-7", stdin=json.dumps(turn))
+    assert result.exit_code == Exit.OK, result.output
+    assert "restored" in result.stdout
+    assert f"{resolved.stable_tokens} tokens were a prompt" in result.stdout
+
+    shorter = resolved.token_ids[: 20 * PAGE] + [5, 6, 7]
+    chat.generate(shorter)
+    shown = until("the continuation is told", lambda: _told(run(chat, "status", "turn-7")))
+    assert f"differs from token {20 * PAGE} on" in shown
+    assert "submitted" in shown
+    assert "prompted" in shown
+
+    chat.flush()
+    result = run(chat, "submit", "--request-id", reply["id"], "--wait", "--json")
+    outcome = msgspec.json.decode(result.stdout, type=OperationStatus)
+    assert (result.exit_code, outcome.state) == (Exit.OK, State.RESTORED)
+
+
+def _told(result: Result) -> str | None:
+    return result.stdout if "differs from" in result.stdout else None
+
+
+def test_what_is_not_there_is_a_sentence_and_a_status(chat: Server) -> None:
+    for arguments, status in (
+        (("submit", "--request-id", "never"), Exit.REFUSED),
+        (("status", "never"), Exit.REFUSED),
+        (("resolve", "--messages", "-"), Exit.REFUSED),
+        (("status", "--api-key", "wrong"), Exit.REFUSED),
+        (("wait", "never"), Exit.REFUSED),
+    ):
+        result = run(chat, *arguments, stdin='[{"role": "nobody", "content": "a"}]')
+        assert result.exit_code == status, result.output
+        assert "Traceback" not in result.output
+        assert result.stderr.startswith("toolgap: ")
+
+
+def test_submit_waits_for_a_miss_too(chat: Server, prompt: Prompt) -> None:
+    result = run(chat, "submit", "--ids-file", "-", "--wait", stdin=json.dumps(prompt(40 * PAGE)))
+    assert result.exit_code == Exit.FAILED
+    assert "not_in_storage" in result.stdout
+
+
+def test_watch_prints_a_line_of_json_a_look(chat: Server) -> None:
+    result = run(chat, "watch", "--json", "--once")
+    assert msgspec.json.decode(result.stdout, type=Overview).engine.storage_backend == "file"
+
+
+@pytest.mark.parametrize("end", ["q", "interrupt"])
+def test_watch_on_a_terminal_is_live_and_leaves_it_as_it_was(chat: Server, prompt: Prompt, end: str) -> None:
+    prefix = prompt(40 * PAGE)
+    chat.store(prefix + [5])
+    person, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 160, 0, 0))
+    before = termios.tcgetattr(terminal)
+    environment = {**os.environ, "TOOLGAP_URL": chat.url, "TOOLGAP_API_KEY": ADMIN_KEY, "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolgap", "watch", "--interval", "0.2"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        screen = Screen(person)
+        with chat.probe.hold("get") as wait_until_held:
+            operation_id = chat.toolgap.submit(input_ids=prefix, operation_id="seen-live").operation_id
+            wait_until_held()
+            screen.until("seen-live")
+            screen.until("restoring")
+        screen.until("restored")
+        assert chat.ended(operation_id).state is State.RESTORED
+        if end == "q":
+            os.write(person, b"q")
+        else:
+            process.send_signal(signal.SIGINT)
+        screen.drain(process)
+        assert process.wait(DEADLINE_S) == Exit.OK
+        assert termios.tcgetattr(terminal) == before
+        assert "Traceback" not in screen.seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+        os.close(person)
+
+
+class Screen:
+    """What a command writes to its terminal."""
+
+    def __init__(self, person: int) -> None:
+        self._person = person
+        self.seen = ""
+
+    def until(self, text: str) -> None:
+        """Read until it was written since the last time."""
+        start = len(self.seen)
+        while text not in self.seen[start:]:
+            ready, _, _ = select.select([self._person], [], [], DEADLINE_S)
+            assert ready, f"no {text!r} in {self.seen[-2000:]!r}"
+            self.seen += os.read(self._person, 65536).decode(errors="replace")
+
+    def drain(self, process: "subprocess.Popen[bytes]") -> None:
+        """Read until the command has ended, so that it never waits for room."""
+        while process.poll() is None:
+            ready, _, _ = select.select([self._person], [], [], 0.1)
+            if ready:
+                with contextlib.suppress(OSError):
+                    self.seen += os.read(self._person, 65536).decode(errors="replace")
