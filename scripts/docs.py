@@ -608,8 +608,9 @@ def shared_section() -> Iterator[str]:
     yield (
         f"- **The server** is `--url` or `${URL_VARIABLE}`, else `{DEFAULT_URL}`, and its "
         f"[key](operating.md#authorisation) `--api-key` or `${API_KEY_VARIABLE}`.\n"
-        "- **stdout is for what was asked for**, with `--json`, which every command has, as JSON: that of the server's "
-        "[replies](http.md#replies), where it is one; complaints and progress go to stderr. The exit status tells what a script has to know.\n"
+        "- **stdout is for what was asked for**, with `--json`, which every command has, as JSON: that of the "
+        "server's [replies](http.md#replies), where it is one. Complaints and progress go to stderr. The exit status "
+        "tells what a script has to know.\n"
         "- **A file named `-`** is stdin.\n"
         f"- **No traceback** unless `{DEBUG_VARIABLE}=1` asks for one.\n"
         "- **Shell completion**: `toolgap --install-completion`, or `toolgap --show-completion` to see it first."

@@ -1,5 +1,7 @@
 """The command line: options, what is printed, exit statuses. Servers are in tests/engine."""
 
+import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -211,6 +213,28 @@ def test_wait_succeeds_only_if_all_was_restored(
     assert outcome.state in result.stdout
 
 
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_submit_may_wait_too(server: Server, as_json: tuple[str, ...]) -> None:
+    outcome = operation(State.PARTIAL, Reason.STORAGE_SHORTFALL)
+    server.reply = lambda body: reply(operation() if body["action"] == "submit" else outcome)
+    result = run("submit", "--text", "a", "--wait", "--timeout", "5", *as_json)
+    assert result.exit_code == Exit.FAILED
+    assert [body["action"] for body in server.bodies] == ["submit", "status"]
+    assert server.bodies[1]["wait_s"] <= 5.0
+    assert "storage_shortfall" in result.stdout
+    assert "restoring" not in result.stdout
+
+
+def test_an_interrupt_has_its_own_status(server: Server) -> None:
+    def interrupt(_: dict[str, Any]) -> httpx.Response:
+        raise KeyboardInterrupt
+
+    server.reply = interrupt
+    result = run("wait", "op-1")
+    assert result.exit_code == Exit.INTERRUPTED
+    assert "Traceback" not in result.output
+
+
 def test_a_wait_that_is_over_too_soon(server: Server) -> None:
     server.reply = lambda _: reply(operation())
     result = run("wait", "op-1", "--timeout", "0")
@@ -330,6 +354,14 @@ def test_serve_without_sglang_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     assert "pip install 'toolgap[sglang]'" in words(result.stderr)
 
 
+def test_serve_prints_json() -> None:
+    result = run("serve", "--print", "--json", "--max-operations", "4", "--", "--model-path", "m")
+    launch = json.loads(result.stdout)
+    assert launch["command"][-2:] == ["--model-path", "m"]
+    assert launch["environment"]["TOOLGAP_MAX_OPERATIONS"] == "4"
+    assert run("serve", "--json", "--", "--model-path", "m").exit_code == Exit.USAGE
+
+
 # ---- doctor ----
 
 SOUND = Installation("0.5.23", [], ["toolgap"])
@@ -418,3 +450,53 @@ def test_demo_passes_its_options_on_and_its_status_back(monkeypatch: pytest.Monk
     assert args == (700, 2, Path("out"))
     assert isinstance(kwargs.pop("console"), Console)
     assert kwargs == {"model": "m", "url": None, "cpu": True}
+
+
+def test_demo_with_json_prints_the_results_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def play(_tokens: int, _trials: int, output: Path, console: Console, **_options: Any) -> int:
+        console.print("the story")
+        (output / demo.RESULTS).write_text('{"seen": "it was faster"}\n')
+        return 0
+
+    monkeypatch.setattr(demo, "run", play)
+    result = run("demo", "--json", "--output", str(tmp_path))
+    assert result.exit_code == Exit.OK
+    assert json.loads(result.stdout) == {"seen": "it was faster"}
+    assert "the story" in result.stderr
+    monkeypatch.setattr(demo, "run", lambda *_, **__: 1)
+    (tmp_path / demo.RESULTS).unlink()
+    assert run("demo", "--json", "--output", str(tmp_path)).stdout == ""
+
+
+# ---- bench, version, completion ----
+
+
+def test_recipes_and_releases_speak_json() -> None:
+    assert "matrix" in json.loads(run("bench", "recipes", "--json").stdout)
+    releases = json.loads(run("version", "--json").stdout)
+    assert releases.keys() == {"toolgap", "protocol", "sglang", "supported"}
+
+
+def test_bench_verify_speaks_json(tmp_path: Path) -> None:
+    result = run("bench", "verify", "--json", str(tmp_path))
+    assert result.exit_code == Exit.FAILED
+    [(folder, problems)] = json.loads(result.stdout).items()
+    assert folder == str(tmp_path)
+    assert problems
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "toolgap"],
+        env={
+            **os.environ,
+            "_TOOLGAP_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": "toolgap re",
+            "COMP_CWORD": "1",
+        }
+        | {"_TYPER_COMPLETE_ARGS": "toolgap re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+        capture_output=True,
+        text=True,
+    )
+    assert "resolve" in result.stdout

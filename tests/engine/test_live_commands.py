@@ -59,13 +59,12 @@ def test_a_saved_request_and_its_id_are_restored_and_the_continuation_is_told(ch
     assert 256 < resolved.stable_tokens <= len(resolved.token_ids)
 
     chat.flush()
-    result = run(chat, "submit", "--messages", "-", "--wait", "--id", "turn-7", stdin=json.dumps(turn))
+    result = run(chat, "submit", "--messages", "-", "--wait", "--id", "turn-7", stdin=json.dumps(request))
     assert result.exit_code == Exit.OK, result.output
     assert "restored" in result.stdout
-    assert f"{resolved.stable_tokens} tokens were a prompt" in result.stdout
+    assert "tokens were a prompt, 0 are the answer" in result.stdout
 
-    shorter = resolved.token_ids[: 20 * PAGE] + [5, 6, 7]
-    chat.generate(shorter)
+    chat.generate(resolved.token_ids[: 20 * PAGE] + [5, 6, 7])
     shown = until("the continuation is told", lambda: _told(run(chat, "status", "turn-7")))
     assert f"differs from token {20 * PAGE} on" in shown
     assert "submitted" in shown
@@ -125,9 +124,9 @@ def test_watch_on_a_terminal_is_live_and_leaves_it_as_it_was(chat: Server, promp
     try:
         screen = Screen(person)
         with chat.probe.hold("get") as wait_until_held:
-            operation_id = chat.toolgap.submit(input_ids=prefix, operation_id="seen-live").operation_id
+            operation_id = chat.toolgap.submit(input_ids=prefix, operation_id=f"seen-{end}").operation_id
             wait_until_held()
-            screen.until("seen-live")
+            screen.until(operation_id)
             screen.until("restoring")
         screen.until("restored")
         assert chat.ended(operation_id).state is State.RESTORED
