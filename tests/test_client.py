@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,6 +14,7 @@ import httpx
 import msgspec
 import pytest
 
+import toolgap
 from toolgap import calls, client
 from toolgap.client import AsyncToolgap, Toolgap, ToolgapError, ToolgapUnreachable
 from toolgap.protocol import Code, EngineStatus, Error, ErrorReply, OperationStatus, Overview, State
@@ -212,6 +215,15 @@ def test_what_is_no_url_of_a_server(url: str) -> None:
 def test_a_key_that_no_header_can_carry() -> None:
     with pytest.raises(ValueError, match="API key"):
         Toolgap(api_key="ключ")
+
+
+def test_the_package_has_the_clients_and_loads_them_on_first_use() -> None:
+    code = "import sys, toolgap; assert 'httpx' not in sys.modules; toolgap.Toolgap; assert 'httpx' in sys.modules"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    for name in toolgap.__all__:
+        assert getattr(toolgap, name) is getattr(client, name)
+    with pytest.raises(AttributeError, match="Toolgab"):
+        _ = toolgap.Toolgab
 
 
 # ---- wait ----

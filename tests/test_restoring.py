@@ -484,6 +484,19 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(monkeypatch: pytes
     restore._job.join()
 
 
+def test_what_the_agent_does_with_its_messages_meanwhile_is_not_sent(agent: Agent, server: Server) -> None:
+    messages = [{"role": "assistant"}]
+    tools = [{"name": "f"}]
+    with agent.restoring(messages=messages, tools=tools) as restore:
+        messages.append({"role": "tool"})
+        tools.clear()
+        agent.do(restore.refresh())
+    agent.settle()
+    submits = [body for body in server.bodies if body["action"] == "submit"]
+    assert [body["messages"] for body in submits] == [[{"role": "assistant"}]] * 2
+    assert [body["tools"] for body in submits] == [[{"name": "f"}]] * 2
+
+
 def test_an_sdks_objects_are_sent_as_it_would_send_them(agent: Agent, server: Server) -> None:
     class Message:
         def model_dump(self, **options: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, cast
 
 import httpx
 import msgspec
@@ -169,6 +169,25 @@ def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("input_ids") is not None:
         values["input_ids"] = [operator.index(token) for token in values["input_ids"]]
     return values
+
+
+def frozen(fields: SubmitFields) -> SubmitFields:
+    """The same fields as they are now, whatever their owner then does with his lists.
+
+    Raises:
+        TypeError: a field holds what JSON cannot.
+        ValueError: a text is none, such as one with lone surrogates.
+    """
+    values = {
+        name: msgspec.Raw(msgspec.json.encode(value, enc_hook=_plain))
+        if isinstance(value, Sequence | Mapping) and not isinstance(value, str)
+        else value
+        for name, value in fields.items()
+        if name != "input_ids"
+    }
+    if (token_ids := fields.get("input_ids")) is not None:
+        values["input_ids"] = list(token_ids)
+    return cast(SubmitFields, values)
 
 
 def resolving(fields: PrefixFields) -> Call[Resolved]:

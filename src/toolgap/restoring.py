@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, NamedTuple, Self, Unpack, cast
 
 from toolgap import calls
 from toolgap.calls import Call, Submission, SubmitFields, ToolgapError, ToolgapUnreachable
@@ -37,6 +37,15 @@ SHORTEST_GAP_S = 0.001
 
 _NO_ROOM = (Code.TOO_MANY_OPERATIONS, Code.HOST_BUDGET, Code.LEASE_BUDGET)
 """Refusals that an earlier operation of the same agent may be the cause of."""
+
+
+class _Plan(NamedTuple):
+    """A submit to come."""
+
+    operation_id: str
+    fields: SubmitFields
+    problem: Exception | None
+    """Why it cannot be sent."""
 
 
 class _Record:
@@ -104,12 +113,18 @@ class _Record:
         self._begun_s = time.monotonic()
         self._abandoned = False
 
-    def _named(self, operation_id: str) -> SubmitFields:
-        """The fields as they are now: a job that waits must not see those of a later refresh."""
-        return {**self._fields, "operation_id": operation_id}
+    def _plan(self, operation_id: str) -> _Plan:
+        """The next submit as it is now: a job begins later, and the agent goes on with its messages meanwhile."""
+        try:
+            self._fields = calls.frozen(self._fields)
+        except Exception as error:  # noqa: BLE001 - kept for the agent, which goes on
+            return _Plan(operation_id, {}, error)
+        return _Plan(operation_id, {**self._fields, "operation_id": operation_id}, None)
 
-    def _submission(self, fields: SubmitFields, retry_for_s: float | None) -> Submission:
-        return Submission(fields, retry_for_s, self._timeout_s)
+    def _submission(self, plan: _Plan, retry_for_s: float | None) -> Submission:
+        if plan.problem is not None:
+            raise plan.problem
+        return Submission(plan.fields, retry_for_s, self._timeout_s)
 
     def _told(self, status: OperationStatus) -> None:
         if status.operation_id == self.operation_id:
@@ -125,25 +140,24 @@ class _Record:
         self._told(status)
         logger.debug("restoring %s: %s", status.operation_id, status.state)
 
-    def _not_accepted(self, fields: SubmitFields, error: Exception) -> None:
-        self._failed(error)
-        operation_id = fields.get("operation_id")
-        if operation_id and isinstance(error, ToolgapUnreachable) and error.status_code is None:
+    def _not_accepted(self, operation_id: str, error: Exception) -> None:
+        self._failed("not restored", error)
+        if isinstance(error, ToolgapUnreachable) and error.status_code is None:
             # Its reply may be what was lost.
             self._open.add(operation_id)
             self._answered |= operation_id == self.operation_id
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, what: str, error: Exception) -> None:
         self.error = error
         # A refusal is an answer, an unreachable server an operator's affair, and anything else a caller's mistake.
         level = logging.INFO if isinstance(error, ToolgapError | ToolgapUnreachable) else logging.WARNING
-        logger.log(level, "not restored: %s", error)
+        logger.log(level, "%s: %s", what, error)
 
     def _not_cancelled(self, operation_id: str, error: Exception) -> None:
         if isinstance(error, ToolgapError) and error.error.code is Code.UNKNOWN_OPERATION:
             self._open.discard(operation_id)
         else:
-            self._failed(error)
+            self._failed("not cancelled", error)
 
     def _ends_unused(self, *, raised: bool) -> bool:
         return self._abandoned or (raised and not self._kept)
@@ -181,9 +195,9 @@ class Restoring(_Record):
 
     def __enter__(self) -> Self:
         self._enter()
-        fields = self._named(self.operation_id)
+        plan = self._plan(self.operation_id)
         try:
-            self._run(lambda: self._start(fields))
+            self._run(lambda: self._start(plan))
         except BaseException:
             self._leave(raised=True)
             raise
@@ -201,8 +215,8 @@ class Restoring(_Record):
         which goes on with its read, and stands in for it otherwise.
         """
         self._extend(fields)
-        extended = self._named(fields.get("operation_id") or uuid.uuid4().hex)
-        self._run(lambda: self._replace(extended))
+        plan = self._plan(fields.get("operation_id") or uuid.uuid4().hex)
+        self._run(lambda: self._replace(plan))
 
     def abandon(self) -> None:
         """Cancel: no continuation will come."""
@@ -224,7 +238,7 @@ class Restoring(_Record):
             try:
                 self._told(self._send(calls.asking(self.operation_id, wait_s)))
             except Exception as error:
-                self._failed(error)
+                self._failed("no status", error)
                 if self._strict:
                     raise
         return self.last_status
@@ -242,27 +256,27 @@ class Restoring(_Record):
             if self.error is not None:
                 raise self.error
 
-    def _start(self, fields: SubmitFields) -> None:
+    def _start(self, plan: _Plan) -> None:
         try:
-            self._accepted(self._submit(self._submission(fields, self._retry_for_s), self._left.wait))
+            self._accepted(self._submit(self._submission(plan, self._retry_for_s), self._left.wait))
         except Exception as error:  # noqa: BLE001 - kept for the agent, which goes on
-            self._not_accepted(fields, error)
+            self._not_accepted(plan.operation_id, error)
 
-    def _replace(self, fields: SubmitFields) -> None:
+    def _replace(self, plan: _Plan) -> None:
         earlier = set(self._open)
         if earlier:
             try:
-                self._accepted(self._submit(self._submission(fields, 0.0), self._left.wait))
+                self._accepted(self._submit(self._submission(plan, 0.0), self._left.wait))
             except Exception as error:  # noqa: BLE001 - kept for the agent, which goes on
                 if not _is_no_room(error):
-                    self._not_accepted(fields, error)
+                    self._not_accepted(plan.operation_id, error)
                     return
                 self._cancel(earlier)
-                self._start(fields)
+                self._start(plan)
             else:
                 self._cancel(earlier)
         else:
-            self._start(fields)
+            self._start(plan)
 
     def _cancel(self, operation_ids: Iterable[str] | None = None) -> None:
         for operation_id in list(self._open if operation_ids is None else operation_ids):
@@ -301,9 +315,9 @@ class AsyncRestoring(_Record):
 
     async def __aenter__(self) -> Self:
         self._enter()
-        fields = self._named(self.operation_id)
+        plan = self._plan(self.operation_id)
         try:
-            await self._run(lambda: self._start(fields))
+            await self._run(lambda: self._start(plan))
         except BaseException:
             self._leave(raised=True)
             raise
@@ -317,8 +331,8 @@ class AsyncRestoring(_Record):
     async def refresh(self, **fields: Unpack[SubmitFields]) -> None:
         """As :meth:`Restoring.refresh`."""
         self._extend(fields)
-        extended = self._named(fields.get("operation_id") or uuid.uuid4().hex)
-        await self._run(lambda: self._replace(extended))
+        plan = self._plan(fields.get("operation_id") or uuid.uuid4().hex)
+        await self._run(lambda: self._replace(plan))
 
     async def abandon(self) -> None:
         """As :meth:`Restoring.abandon`."""
@@ -333,7 +347,7 @@ class AsyncRestoring(_Record):
             try:
                 self._told(await self._send(calls.asking(self.operation_id, wait_s)))
             except Exception as error:
-                self._failed(error)
+                self._failed("no status", error)
                 if self._strict:
                     raise
         return self.last_status
@@ -351,29 +365,29 @@ class AsyncRestoring(_Record):
             if self.error is not None:
                 raise self.error
 
-    async def _start(self, fields: SubmitFields) -> None:
+    async def _start(self, plan: _Plan) -> None:
         try:
-            submission = self._submission(fields, self._retry_for_s)
+            submission = self._submission(plan, self._retry_for_s)
             self._accepted(await self._submit(submission, self._wait_to_leave))
         except Exception as error:  # noqa: BLE001 - kept for the agent, which goes on
-            self._not_accepted(fields, error)
+            self._not_accepted(plan.operation_id, error)
 
-    async def _replace(self, fields: SubmitFields) -> None:
+    async def _replace(self, plan: _Plan) -> None:
         earlier = set(self._open)
         if earlier:
             try:
-                submission = self._submission(fields, 0.0)
+                submission = self._submission(plan, 0.0)
                 self._accepted(await self._submit(submission, self._wait_to_leave))
             except Exception as error:  # noqa: BLE001 - kept for the agent, which goes on
                 if not _is_no_room(error):
-                    self._not_accepted(fields, error)
+                    self._not_accepted(plan.operation_id, error)
                     return
                 await self._cancel(earlier)
-                await self._start(fields)
+                await self._start(plan)
             else:
                 await self._cancel(earlier)
         else:
-            await self._start(fields)
+            await self._start(plan)
 
     async def _cancel(self, operation_ids: Iterable[str] | None = None) -> None:
         for operation_id in list(self._open if operation_ids is None else operation_ids):

@@ -23,7 +23,7 @@ def look(at_s: float, *active: OperationStatus, recent: tuple[OperationStatus, .
 def shown(now: Look, before: Look | None = None, rows: int | None = None, width: int = 140) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     with console.file:
-        console.print(frame(now, before, rows))
+        console.print(frame(now, before, width, rows))
     return console.export_text()
 
 
@@ -48,7 +48,7 @@ def test_what_is_wrong_with_the_engine_is_seen() -> None:
         ENGINE, paused=True, stalled_reads=2, quarantined_tokens=640, waiting_joins=3
     )
     text = words(shown(Look(1.0, Overview(active=[], recent=[], engine=engine))))
-    assert "joins 3 paused 2 stalled with 640 tokens" in text
+    assert text.startswith("paused 2 stalled with 640 tokens storage file")
 
 
 def test_every_replica_has_a_line() -> None:
@@ -81,7 +81,19 @@ def test_what_landed_is_never_more_than_there_is() -> None:
 
 def test_a_divergence_comes_before_the_reason() -> None:
     status = operation(State.RESTORED, Reason.COMPLETE, first_divergent_token=1640)
-    assert "continuation differs from token 1,640 on" in shown(look(1.0, recent=(status,)))
+    assert "diverged at token 1,640" in shown(look(1.0, recent=(status,)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_numbers_are_seen_at_any_width_and_a_row_is_one_line(width: int) -> None:
+    status = operation(
+        operation_id="x" * 128, aligned_tokens=30_000, read_tokens=12_345, first_divergent_token=7
+    )
+    lines = shown(look(1.0, status), width=width).splitlines()
+    assert len(lines) == 4
+    assert "12,345/30,000" in lines[-1]
+    assert "restoring" in lines[-1]
+    assert ("━" in lines[-1]) == (width >= 110)
 
 
 def test_a_frame_fits_into_its_rows() -> None:

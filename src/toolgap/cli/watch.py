@@ -9,7 +9,6 @@ import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +75,7 @@ def _print_looks(console: Console, toolgap: Toolgap, interval_s: float, *, once:
         if as_json:
             typer.echo(msgspec.json.encode(now.overview))
         else:
-            console.print(frame(now, before))
+            console.print(frame(now, before, console.width))
         if once:
             return
         before = now
@@ -88,9 +87,9 @@ def _live(console: Console, toolgap: Toolgap, url: str, interval_s: float) -> No
     title = Text(f"toolgap watch  {url}  every {interval_s:g} s, q ends", style="dim")
     with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            lines = [title, *([Text(problem, style="bold red")] if problem else [])]
-            rows = console.height - len(lines)
-            live.update(Group(*lines, frame(now, before, rows)), refresh=True)
+            lines = [title, *([Text(problem, style="bold red", no_wrap=True)] if problem else [])]
+            view = frame(now, before, console.width, console.height - len(lines))
+            live.update(Group(*lines, view), refresh=True)
             if keys.pressed("q", interval_s):
                 return
             try:
@@ -103,15 +102,17 @@ def _live(console: Console, toolgap: Toolgap, url: str, interval_s: float) -> No
 # ---- the view ----
 
 _BAR_WIDTH = 20
+_WIDTH_FOR_BARS = 110
 
 
-def frame(now: Look, before: Look | None, rows: int | None = None) -> RenderableType:
+def frame(now: Look, before: Look | None, width: int, rows: int | None = None) -> RenderableType:
     """What a person sees.
 
     Args:
         now: The latest look.
         before: The one before it, for rates; None if there was none.
-        rows: Lines that there are room for; None for any number.
+        width: Columns that there is room for: in few of them there are no bars.
+        rows: Lines that there is room for; None for any number.
     """
     view = now.overview
     engines = [_engine(engine) for engine in view.replicas or [view.engine]]
@@ -124,7 +125,7 @@ def frame(now: Look, before: Look | None, rows: int | None = None) -> Renderable
     shown = operations[:room]
     parts: list[RenderableType] = [*engines, Text(summary, style="bold")]
     if shown:
-        parts.append(_table(shown, now, before))
+        parts.append(_table(shown, now, before, bars=width >= _WIDTH_FOR_BARS))
     if left := len(operations) - len(shown):
         parts.append(Text(f"and {left} more", style="dim"))
     return Group(*parts)
@@ -140,41 +141,54 @@ def _engine(engine: EngineStatus) -> Text:
         f"leases {engine.leased_tokens:,}/{engine.max_leased_tokens:,}",
         f"joins {engine.waiting_joins}" if engine.waiting_joins else "",
     ]
-    line = Text("  ".join(filter(None, parts)))
+    line = Text(no_wrap=True, overflow="ellipsis")
+    # Trouble comes first, so that it is seen on a narrow terminal too.
     if engine.paused:
-        line.append("  paused", style="bold yellow")
+        line.append("paused  ", style="bold yellow")
     if engine.stalled_reads:
         line.append(
-            f"  {engine.stalled_reads} stalled with {engine.quarantined_tokens:,} tokens", style="bold red"
+            f"{engine.stalled_reads} stalled with {engine.quarantined_tokens:,} tokens  ", style="bold red"
         )
-    return line
+    return line.append("  ".join(filter(None, parts)))
 
 
-def _table(operations: list[OperationStatus], now: Look, before: Look | None) -> Table:
+def _table(operations: list[OperationStatus], now: Look, before: Look | None, *, bars: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("operation", no_wrap=True, ratio=1, min_width=8)
+    table.add_column("operation", min_width=8)
     table.add_column("state", no_wrap=True)
-    table.add_column("", width=_BAR_WIDTH)
+    if bars:
+        table.add_column("", width=_BAR_WIDTH)
     for name in ("tokens", "read/s", "seconds", "due", "used"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", no_wrap=True)
+    table.add_column("reason", min_width=6)
     for status in operations:
         rate = read_rate(status, now, before)
         due_s = None if status.estimate is None else status.estimate.gap_s - status.elapsed_s
+        landed = landed_tokens(status)
+        bar = ProgressBar(
+            max(status.aligned_tokens, 1),
+            landed,
+            width=_BAR_WIDTH,
+            complete_style="cyan",
+            finished_style="green",
+        )
         table.add_row(
-            escape(status.operation_id),
-            f"[{show.STYLES[status.state]}]{_state(status)}[/]",
-            ProgressBar(
-                total=max(status.aligned_tokens, 1), completed=landed_tokens(status), width=_BAR_WIDTH
-            ),
-            f"{landed_tokens(status):,}/{status.aligned_tokens:,}",
+            _cut(status.operation_id),
+            Text(_state(status), style=show.STYLES[status.state]),
+            *([bar] if bars else []),
+            f"{landed:,}/{status.aligned_tokens:,}",
             "" if rate is None else f"{rate:,.0f}",
             f"{status.elapsed_s:.1f}",
             f"{due_s:.1f}" if due_s is not None and not status.state.terminal else "",
             f"{status.used_tokens:,}" if status.state.terminal else "",
-            _reason(status),
+            _cut(_reason(status)),
         )
     return table
+
+
+def _cut(text: str) -> Text:
+    """It gives way where there is little room, and never takes a second line."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def _state(status: OperationStatus) -> str:
@@ -187,7 +201,7 @@ def _state(status: OperationStatus) -> str:
 
 def _reason(status: OperationStatus) -> str:
     if status.first_divergent_token is not None:
-        return f"continuation differs from token {status.first_divergent_token:,} on"
+        return f"diverged at token {status.first_divergent_token:,}"
     return "" if status.reason in (None, Reason.COMPLETE) else str(status.reason)
 
 
