@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -74,6 +75,13 @@ SglangArguments = Annotated[
         metavar="-- SGLANG-ARGUMENTS", help="SGLang's own arguments, after --.", show_default=False
     ),
 ]
+
+
+def finite(seconds: float | None) -> float | None:
+    """For an option's callback: infinity and what is no number are none of its values."""
+    if seconds is not None and not math.isfinite(seconds):
+        raise typer.BadParameter(f"must be a finite number of seconds, not {seconds}")
+    return seconds
 
 
 def with_options(options: Sequence[inspect.Parameter]) -> Callable[[Callable[P, None]], Callable[P, None]]:

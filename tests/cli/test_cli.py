@@ -41,6 +41,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 # ---- exit statuses and variables ----
 
 
+def test_a_closed_stdin_is_told() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -m toolgap submit --text-file - <&-'],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == Exit.USAGE
+    assert "stdin is closed" in words(done.stderr)
+
+
 def test_help_says_every_exit_status() -> None:
     result = run("--help")
     assert result.exit_code == Exit.OK
@@ -154,6 +164,8 @@ def test_submit_reads_files_and_stdin(server: Server, tmp_path: Path) -> None:
         (("--ids-file", "-"), "1 2 3", "JSON list"),
         (("--ids-file", "-"), '["one"]', "JSON list"),
         (("--text", "a", "--ttl", "soon"), None, "--ttl"),
+        (("--text", "a", "--ttl", "nan"), None, "finite number of seconds"),
+        (("--text", "a", "--retry", "inf"), None, "finite number of seconds"),
         (("--text", "a", "--url", "server:1"), None, "no URL of a server"),
         (("--text", "a", "--api-key", "ключ"), None, "API key"),
         (("--text", "\udcff"), None, "not text"),

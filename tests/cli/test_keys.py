@@ -47,3 +47,5 @@ def test_the_terminal_is_left_as_it_was(terminal: tuple[int, TextIO]) -> None:
 def test_without_a_terminal_there_are_no_keys() -> None:
     with open(os.devnull) as source, Keys(source) as keys:  # noqa: PTH123
         assert not keys.pressed("q", 0.01)
+    with Keys(None) as keys:
+        assert not keys.pressed("q", 0.01)

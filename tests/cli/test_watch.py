@@ -159,6 +159,7 @@ def test_what_ends_every_command_ends_it_too(server: Server) -> None:
     assert run("watch", "--json").exit_code == Exit.UNREACHABLE
     assert run("watch", "--interval", "0").exit_code == Exit.USAGE
     assert run("watch", "--interval", "nan").exit_code == Exit.USAGE
+    assert run("watch", "--interval", "inf").exit_code == Exit.USAGE
     assert run("watch", "--url", "nowhere").exit_code == Exit.USAGE
 
 
@@ -189,7 +190,7 @@ def test_the_live_view_outlasts_a_server_that_is_away(
         reply(look(1.0, operation()).overview),
     ]
     server.reply = lambda _: answers.pop(0)
-    monkeypatch.setattr(command, "Keys", lambda: NoKeys(3))
+    monkeypatch.setattr(command, "Keys", lambda _: NoKeys(3))
     console = Console(width=140, height=30, force_terminal=True, record=True, highlight=False)
     monkeypatch.setattr(command, "Console", lambda **_: console)
     result = run("watch", "--interval", "0.5")

@@ -7,10 +7,12 @@ import typer
 from toolgap.cli import prefix, show
 from toolgap.client import DEFAULT_URL, SubmitFields, Toolgap
 from toolgap.protocol import OperationStatus, State, Target
-from toolgap.terminal import ApiKey, Exit, Json, Url, client, fail, guarded, with_options
+from toolgap.terminal import ApiKey, Exit, Json, Url, client, fail, finite, guarded, with_options
 
 OperationId = Annotated[str, typer.Argument(metavar="ID", help="The operation's id.", show_default=False)]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Longest wait.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", callback=finite, min=0, help="Longest wait.")
+]
 
 
 @with_options(prefix.OPTIONS)
@@ -22,13 +24,20 @@ def submit(
     ] = None,
     ttl_s: Annotated[
         float | None,
-        typer.Option("--ttl", metavar="SECONDS", help="Pending work stops after this.", show_default=False),
+        typer.Option(
+            "--ttl",
+            metavar="SECONDS",
+            callback=finite,
+            help="Pending work stops after this.",
+            show_default=False,
+        ),
     ] = None,
     expected_gap_s: Annotated[
         float | None,
         typer.Option(
             "--gap",
             metavar="SECONDS",
+            callback=finite,
             help="When the continuation is expected: operations are served in that order.",
             show_default=False,
         ),
@@ -41,6 +50,7 @@ def submit(
         typer.Option(
             "--lease",
             metavar="SECONDS",
+            callback=finite,
             help="Hold it in host memory for so long, or until a request uses it.",
             show_default=False,
         ),
@@ -56,6 +66,7 @@ def submit(
         typer.Option(
             "--retry",
             metavar="SECONDS",
+            callback=finite,
             min=0,
             help="Try again for so long where the server says when, or cannot be reached.",
         ),

@@ -78,6 +78,8 @@ def read(given: dict[str, Any]) -> PrefixFields:
 
 
 def _bytes(name: str) -> bytes:
+    if name == "-" and sys.stdin is None:
+        raise typer.BadParameter("cannot read -: stdin is closed")
     try:
         return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:

@@ -1,5 +1,6 @@
 """``toolgap watch``: operations and the engine, again and again."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from toolgap.cli.keys import Keys
 from toolgap.client import DEFAULT_URL, Toolgap, ToolgapError, ToolgapUnreachable
 from toolgap.protocol import EngineStatus, OperationStatus, Overview, Reason
 from toolgap.signals import Stopped, StopSignals
-from toolgap.terminal import ApiKey, Exit, Url, client, guarded
+from toolgap.terminal import ApiKey, Exit, Url, client, finite, guarded
 
 SHORTEST_INTERVAL_S = 0.1
 
@@ -27,7 +28,13 @@ SHORTEST_INTERVAL_S = 0.1
 def watch(
     interval_s: Annotated[
         float,
-        typer.Option("--interval", metavar="SECONDS", min=SHORTEST_INTERVAL_S, help="Between two looks."),
+        typer.Option(
+            "--interval",
+            metavar="SECONDS",
+            callback=finite,
+            min=SHORTEST_INTERVAL_S,
+            help="Between two looks.",
+        ),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
     url: Url = DEFAULT_URL,
@@ -85,7 +92,7 @@ def _print_looks(console: Console, toolgap: Toolgap, interval_s: float, *, once:
 def _live(console: Console, toolgap: Toolgap, url: str, interval_s: float) -> None:
     now, before, problem = _look(toolgap), None, ""
     title = Text(f"toolgap watch  {url}  every {interval_s:g} s, q ends", style="dim")
-    with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with Keys(sys.stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             lines = [title, *([Text(problem, style="bold red", no_wrap=True)] if problem else [])]
             view = frame(now, before, console.width, console.height - len(lines))
