@@ -329,7 +329,14 @@ class Server:
 
     def flush(self) -> None:
         """Drop L1 and L2; L3 stays. Refused by SGLang while backups are pending, so repeated."""
-        until("the cache is flushed", lambda: self.http.post("/flush_cache").status_code == 200)
+        until("the cache is flushed", self._flushed)
+
+    def _flushed(self) -> bool:
+        if self.http.post("/flush_cache").status_code != 200:
+            return False
+        # With several replicas SGLang answers with the first one's success.
+        engines = self.engines() if self.ranks > 1 else []
+        return all(engine.host_free_tokens == engine.host_total_tokens for engine in engines[1:] and engines)
 
     def store(self, input_ids: list[int], **fields: Any) -> Answer:
         """Bring a prompt's KV into L3, and into L3 only."""

@@ -399,7 +399,7 @@ def test_a_request_names_its_replica_unless_the_submit_does(
     ranks.generate(prefix, rid=f"of-{replica}", routed_dp_rank=replica)
     ranks.flush()
     there = ranks.ended(ranks.toolgap.submit(request_id=f"of-{replica}").operation_id)
-    assert (there.dp_rank, there.inserted_tokens) == (replica, 40 * PAGE)
+    assert (there.dp_rank, there.inserted_tokens) == (replica, 40 * PAGE), there
     moved = ranks.toolgap.submit(request_id=f"of-{replica}", routed_dp_rank=1 - replica)
     elsewhere = ranks.ended(moved.operation_id)
     assert (elsewhere.dp_rank, elsewhere.inserted_tokens) == (1 - replica, 40 * PAGE)

@@ -114,6 +114,21 @@ def test_what_one_worker_restores_all_know_of(
     assert continuation.output_ids == recomputed.output_ids
 
 
+def test_any_worker_names_prefixes_by_messages_and_by_a_request_of_another(
+    server: Server, workers: tuple[Worker, Worker]
+) -> None:
+    messages = [{"role": "user", "content": "Which files are in this folder? " * 60}]
+    body = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0}
+    for served, asked in (workers, workers[::-1]):
+        completion = served.http.post("/v1/chat/completions", json=body).json()
+        server.flush()
+        by_request = asked.call(action="submit", request_id=completion["id"])
+        outcome = asked.call(action="status", operation_id=by_request.operation_id, wait_s=MAX_WAIT_S)
+        by_messages = asked.call(action="submit", messages=messages)
+        assert (outcome.stable_tokens, outcome.expected_tokens) == (by_messages.requested_tokens, 4)
+        assert outcome.inserted_tokens == by_messages.resident_tokens == by_messages.aligned_tokens > 0
+
+
 def test_a_long_poll_ends_with_an_operation_that_another_worker_submitted(
     server: Server, workers: tuple[Worker, Worker], more: tuple[Worker, Worker], prompt: Prompt
 ) -> None:
