@@ -216,7 +216,7 @@ class _Demo:
                     context, name = engine.context_tokens(), profiles.model_label(engine.model_name())
                     release = engine.release()
                 except httpx.TransportError as error:
-                    raise DemoError(f"no answer from {url}: {error}") from error
+                    raise ToolgapUnreachable(f"no answer from {url}: {error}") from error
                 phase.result = f"SGLang {release}, {name}"
             profiles.check_context(self.prompt_tokens, context)
             self.story.say("  [yellow]The demo flushes this server's L1 and L2 again and again.[/yellow]")
