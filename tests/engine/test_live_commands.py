@@ -1,22 +1,25 @@
 """The commands against a real server: prefixes by messages and request, what is told afterwards, the live view."""
 
+import asyncio
 import contextlib
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from harness import ADMIN_KEY, DEADLINE_S, PAGE, Prompt, Server, until
+from openai.types.chat import ChatCompletion
 from typer.testing import CliRunner, Result
 
 from toolgap.cli import app
@@ -167,3 +170,103 @@ class Screen:
             if ready:
                 with contextlib.suppress(OSError):
                     self.seen += os.read(self._person, 65536).decode(errors="replace")
+
+
+# ---- the examples of docs/client.md, as they are written ----
+
+EXAMPLES = re.findall(
+    r"^```python\n(.*?)^```",
+    (Path(__file__).parents[2] / "docs" / "client.md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+ANSWER = {
+    "role": "assistant",
+    "content": "I will look.",
+    "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "list_files", "arguments": '{"path": "/"}'}}
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3 files"}
+TOOLS = [{"type": "function", "function": {"name": "list_files", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def open_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ["--chat-template", str(TEMPLATE)]
+    with Server(model, tmp_path_factory.mktemp("open"), arguments=arguments, admin_key=None) as server:
+        yield server
+
+
+def test_the_script_of_the_document_restores_what_a_request_left(open_server: Server, prompt: Prompt) -> None:
+    prefix = prompt(40 * PAGE)
+    open_server.store(prefix, rid="chatcmpl-1")
+    ran = []
+    names = {"completion_id": "chatcmpl-1", "run_the_tool": lambda: ran.append(True)}
+    exec(EXAMPLES[0].replace("http://127.0.0.1:30000", open_server.url), names)
+    assert ran
+    [operation] = open_server.toolgap.overview().active or open_server.toolgap.overview().recent
+    assert open_server.ended(operation.operation_id).state is State.RESTORED
+    assert open_server.generate(prefix + [5]).host_tokens == 40 * PAGE
+
+
+class ScriptedModel:
+    """Answers with a tool call, as a tiny model would not, and then with what the server says."""
+
+    def __init__(self, server: Server) -> None:
+        self.chat = self.completions = self
+        self._server = server
+        self._asked = 0
+
+    async def create(self, *, model: str, messages: list[Any], tools: list[Any]) -> Any:
+        self._asked += 1
+        plain = [
+            message if isinstance(message, dict) else message.model_dump(exclude_unset=True)
+            for message in messages
+        ]
+        body = {"model": model, "messages": plain, "tools": tools, "max_tokens": 4, "temperature": 0}
+        reply = self._server.http.post("/v1/chat/completions", json=body).json()
+        if self._asked == 1:
+            # The tool takes long, and other traffic the turn's KV out of memory.
+            self._server.flush()
+            reply = {**reply, "choices": [{**reply["choices"][0], "message": ANSWER}]}
+        return ChatCompletion.model_validate(reply)
+
+
+def test_the_agent_of_the_document_restores_while_its_tool_runs(open_server: Server) -> None:
+    names: dict[str, Any] = {}
+    exec(EXAMPLES[1].replace("http://127.0.0.1:30000", open_server.url), names)
+    model = ScriptedModel(open_server)
+    submitted = _newest(open_server)
+    outcomes: list[OperationStatus] = []
+
+    async def run_tool(call: Any) -> dict[str, Any]:
+        assert call.function.name == "list_files"
+        operation = await asyncio.to_thread(until, "it was submitted", submitted)
+        outcomes.append(await asyncio.to_thread(open_server.ended, operation.operation_id))
+        return RESULT
+
+    async def play() -> Any:
+        try:
+            return await names["turn"](model, [QUESTION], TOOLS, run_tool)
+        finally:
+            await names["toolgap"].close()
+
+    asyncio.run(play())
+    [outcome] = outcomes
+    assert outcome.stable_tokens is not None
+    assert outcome.read_tokens > 256
+    assert outcome.resident_tokens == 0
+    told = open_server.toolgap.status(outcome.operation_id)
+    assert told.first_divergent_token is None
+    assert told.matched_tokens == told.requested_tokens
+
+
+def _newest(server: Server) -> Callable[[], OperationStatus | None]:
+    known = {operation.operation_id for operation in server.toolgap.overview().recent}
+
+    def find() -> OperationStatus | None:
+        view = server.toolgap.overview()
+        new = [one for one in (*view.active, *view.recent) if one.operation_id not in known]
+        return new[0] if new else None
+
+    return find
