@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -482,6 +482,45 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(monkeypatch: pytes
     end.set()
     assert restore._job is not None
     restore._job.join()
+
+
+def test_a_system_without_threads_does_not_reach_the_agent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with (
+        suppress(ToolError),
+        Toolgap(URL, transport=httpx.MockTransport(server)) as toolgap,
+        toolgap.restoring(text="a") as restore,
+    ):
+        assert isinstance(restore.error, RuntimeError)
+        assert restore.status() is None
+        raise ToolError
+    with pytest.raises(RuntimeError), toolgap.restoring(text="a", strict=True):
+        pass
+    assert not server.bodies
+
+
+def test_a_coroutine_that_is_closed_and_not_awaited_does_not_reach_the_agent(server: Server) -> None:
+    toolgap = AsyncToolgap(URL, transport=httpx.MockTransport(server))
+
+    class Suspended:
+        def __await__(self) -> Generator[None, None, None]:
+            yield
+
+    async def call_tool() -> None:
+        async with toolgap.restoring(text="a"):
+            await Suspended()
+
+    async def begin() -> Coroutine[Any, Any, None]:
+        coroutine = call_tool()
+        coroutine.send(None)
+        return coroutine
+
+    asyncio.run(begin()).close()
 
 
 def test_what_the_agent_does_with_its_messages_meanwhile_is_not_sent(agent: Agent, server: Server) -> None:

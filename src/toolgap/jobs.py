@@ -19,7 +19,11 @@ class Threads:
         self._running: set[threading.Thread] = set()
 
     def start(self, job: Callable[[], None], after: threading.Thread | None) -> threading.Thread:
-        """Run a job once an earlier one has ended."""
+        """Run a job once an earlier one has ended.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+        """
 
         def run() -> None:
             try:
@@ -31,7 +35,11 @@ class Threads:
 
         thread = threading.Thread(target=run, name="toolgap", daemon=True)
         self._running.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._running.discard(thread)
+            raise
         return thread
 
     def close(self) -> None:
@@ -50,14 +58,19 @@ class Tasks:
     def start(
         self, job: Callable[[], Coroutine[None, None, None]], after: asyncio.Task[None] | None
     ) -> asyncio.Task[None]:
-        """Run a job once an earlier one has ended."""
+        """Run a job once an earlier one has ended.
+
+        Raises:
+            RuntimeError: no event loop runs, as when a coroutine is closed and not awaited.
+        """
+        loop = asyncio.get_running_loop()
 
         async def run() -> None:
             if after is not None:
                 await asyncio.wait([after])
             await job()
 
-        task = asyncio.create_task(run(), name="toolgap")
+        task = loop.create_task(run(), name="toolgap")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task

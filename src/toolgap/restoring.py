@@ -246,11 +246,20 @@ class Restoring(_Record):
     def _leave(self, *, raised: bool) -> None:
         self._left.set()
         if self._ends_unused(raised=raised):
-            self._job = self._jobs.start(self._cancel, self._job)
+            try:
+                self._job = self._jobs.start(self._cancel, self._job)
+            except RuntimeError as error:
+                self._failed("not cancelled", error)
 
     def _run(self, job: Callable[[], None]) -> None:
         self.error = None
-        self._job = self._jobs.start(job, self._job)
+        try:
+            self._job = self._jobs.start(job, self._job)
+        except RuntimeError as error:
+            self._failed("not restored", error)
+            if self._strict:
+                raise
+            return
         if self._strict:
             self._job.join()
             if self.error is not None:
@@ -355,11 +364,20 @@ class AsyncRestoring(_Record):
     def _leave(self, *, raised: bool) -> None:
         self._left.set()
         if self._ends_unused(raised=raised):
-            self._job = self._jobs.start(self._cancel, self._job)
+            try:
+                self._job = self._jobs.start(self._cancel, self._job)
+            except RuntimeError as error:
+                self._failed("not cancelled", error)
 
     async def _run(self, job: Callable[[], Any]) -> None:
         self.error = None
-        self._job = self._jobs.start(job, self._job)
+        try:
+            self._job = self._jobs.start(job, self._job)
+        except RuntimeError as error:
+            self._failed("not restored", error)
+            if self._strict:
+                raise
+            return
         if self._strict:
             await asyncio.wait([self._job])
             if self.error is not None:
