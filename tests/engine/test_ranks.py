@@ -19,6 +19,7 @@ import httpx
 import pytest
 from harness import PAGE, PATIENT, Prompt, Server, until
 
+from toolgap.admission import Rates
 from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State
 
@@ -112,6 +113,30 @@ def test_the_continuation_is_served_from_host_memory(ranks: Server, prompt: Prom
         assert set(ranks.probe.reads_of(rank).values()) == {1}
 
 
+@SHARDED
+def test_every_rank_declines_what_is_slow_on_one(ranks: Server, prompt: Prompt) -> None:
+    """Only one rank measures, and what it tells the others is what all of them decide by."""
+    prefix = prompt(40 * PAGE)
+    ranks.store(prefix + [5])
+    for _ in range(5):
+        ranks.probe.delay("get", 0.05, rank=1)
+        ranks.ended(ranks.toolgap.submit(input_ids=prefix, force=True).operation_id)
+        ranks.states()
+        ranks.flush()
+
+    def declined() -> bool:
+        reply = ranks.call(action="submit", input_ids=prefix, expected_gap_s=0.001)
+        return bool(reply.json().get("error", {}).get("code") == Code.NOT_WORTHWHILE)
+
+    until("the restore is declined", declined)
+    assert ranks.states()[0]["agreed"]["rates"] != str(Rates())
+    assert ranks.toolgap.overview().active == []
+    accepted = ranks.toolgap.submit(input_ids=prefix)
+    assert accepted.estimate is not None
+    assert accepted.estimate.restore_s > 40 * 0.05 / 2
+    assert ranks.ended(accepted.operation_id).state is State.RESTORED
+
+
 @EVERY_SHAPE
 @pytest.mark.parametrize("rank", [0, 1, None])
 @pytest.mark.parametrize("call", ["exists", "get"])
@@ -187,7 +212,7 @@ def test_one_ranks_clock_expires_an_operation_for_all(ranks: Server, prompt: Pro
     prefix = prompt(300 * PAGE)
     ranks.store(prefix + [5])
     with ranks.probe.hold("get", 1) as wait_until_held:
-        operation_id = ranks.toolgap.submit(input_ids=prefix, ttl_s=0.2).operation_id
+        operation_id = ranks.toolgap.submit(input_ids=prefix, ttl_s=0.2, force=True).operation_id
         wait_until_held()
         until("its TTL passed", lambda: ranks.toolgap.status(operation_id).stopping)
         ranks.states()
@@ -326,7 +351,7 @@ def test_many_submits_and_cancels_end_alike_on_every_rank(ranks: Server, prompt:
         with contextlib.suppress(ToolgapError):  # a parent on the device only, or over a limit: refused alike
             operation_ids.append(
                 ranks.toolgap.submit(
-                    input_ids=generator.choice(prefixes), ttl_s=generator.choice([0.05, 600])
+                    input_ids=generator.choice(prefixes), ttl_s=generator.choice([0.05, 600]), force=True
                 ).operation_id
             )
         if operation_ids and generator.random() < 0.5:

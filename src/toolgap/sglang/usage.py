@@ -1,5 +1,6 @@
 """Whether what operations inserted is used by requests afterwards, or was read in vain."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from toolgap.operations import Operation
@@ -34,6 +35,10 @@ class Usage:
 
     def __len__(self) -> int:
         return len(self._spans)
+
+    def __iter__(self) -> Iterator[Span]:
+        """What was inserted and not used yet."""
+        return iter(self._spans.values())
 
     def watch(self, operation: Operation, prefix: Prefix) -> None:
         """Begin to watch what an operation that ended has inserted."""
