@@ -12,7 +12,7 @@ from rich.console import Console
 
 from toolgap.cli import watch as command
 from toolgap.cli.watch import Look, frame, landed_tokens, read_rate, total_rate
-from toolgap.protocol import OperationStatus, Overview, Reason, State
+from toolgap.protocol import Estimate, OperationStatus, Overview, Reason, State
 from toolgap.terminal import Exit
 
 
@@ -77,6 +77,23 @@ def test_what_landed_is_never_more_than_there_is() -> None:
     nothing = operation(State.MISS, Reason.BELOW_THRESHOLD, aligned_tokens=0)
     assert landed_tokens(nothing) == 0
     assert "0/0" in shown(look(1.0, nothing))
+
+
+def test_what_is_due_is_what_somebody_expects() -> None:
+    estimate = Estimate(
+        missing_tokens=992,
+        restore_s=0.5,
+        recompute_s=2.5,
+        gap_s=20.0,
+        queued_tokens=0,
+        restore_tokens_per_s=2000.0,
+        prefill_tokens_per_s=400.0,
+        worthwhile=True,
+    )
+    assert "19.8" in shown(look(1.0, operation(estimate=estimate)))
+    assert "19.8" not in shown(look(1.0, operation(estimate=estimate, ttl_s=20.0)))
+    ended = operation(State.RESTORED, Reason.COMPLETE, estimate=estimate)
+    assert "19.8" not in shown(look(1.0, recent=(ended,)))
 
 
 def test_a_divergence_comes_before_the_reason() -> None:

@@ -170,7 +170,7 @@ def _table(operations: list[OperationStatus], now: Look, before: Look | None, *,
     table.add_column("reason", min_width=6)
     for status in operations:
         rate = read_rate(status, now, before)
-        due_s = None if status.estimate is None else status.estimate.gap_s - status.elapsed_s
+        due_s = _due_s(status)
         landed = landed_tokens(status)
         bar = ProgressBar(
             max(status.aligned_tokens, 1),
@@ -186,11 +186,20 @@ def _table(operations: list[OperationStatus], now: Look, before: Look | None, *,
             f"{landed:,}/{status.aligned_tokens:,}",
             "" if rate is None else f"{rate:,.0f}",
             f"{status.elapsed_s:.1f}",
-            f"{due_s:.1f}" if due_s is not None and not status.state.terminal else "",
+            "" if due_s is None else f"{due_s:.1f}",
             f"{status.used_tokens:,}" if status.state.terminal else "",
             _cut(_reason(status)),
         )
     return table
+
+
+def _due_s(status: OperationStatus) -> float | None:
+    """Until the continuation is expected; None if nobody said when, or it matters no more."""
+    estimate = status.estimate
+    # Without an expected gap the TTL stands in its place.
+    if estimate is None or status.state.terminal or estimate.gap_s >= status.ttl_s:
+        return None
+    return estimate.gap_s - status.elapsed_s
 
 
 def _cut(text: str) -> Text:
