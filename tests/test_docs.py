@@ -17,6 +17,7 @@ from typer.main import get_command
 import docs
 from toolgap.cli import app
 from toolgap.client import AsyncToolgap, Toolgap
+from toolgap.prefixes.causes import Cause
 from toolgap.protocol import (
     PATH,
     UNSUPPORTED_FIELDS,
@@ -229,7 +230,7 @@ def flags(command: Any) -> set[str]:
 @EVERY_DOCUMENT
 def test_every_command_exists(name: str) -> None:
     for text in code_of(DOCUMENTS[name]):
-        for command in re.findall(r"^toolgap (?!is off)([a-z]\w*)", text, re.MULTILINE):
+        for command in re.findall(r"^toolgap (?!is off)([a-z][\w-]*)", text, re.MULTILINE):
             assert command in commands()
 
 
@@ -256,7 +257,7 @@ def test_every_file_exists(name: str) -> None:
 def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
     """A reason, code or field that is renamed must not live on in a document."""
     structs = [*get_args(Command), *REPLIES]
-    known = {*State, *Reason, *Code, *UNSUPPORTED_FIELDS, "api_key", "retry_for_s", "timeout_s"}
+    known = {*State, *Reason, *Code, *Cause, *UNSUPPORTED_FIELDS, "api_key", "retry_for_s", "timeout_s"}
     known |= RESTORING
     known |= {field for struct in structs for field in struct.__struct_fields__}
     sglangs = {"write_through", "buffer_only", "best_effort", "wait_complete", "prefetch_threshold"}

@@ -42,6 +42,7 @@ EXITS: dict[Exit, str] = {
 FAILURES: dict[str, str] = {
     "submit": "with `--wait`: as `toolgap wait`",
     "wait": "the operation ended otherwise than restored, or did not end in time",
+    "check-prefix": "a turn does not extend the one before it",
     "doctor": "there is a problem",
     "demo": "an invariant did not hold, or the demo could not be played",
     "bench run": "the run could not go on",

@@ -8,6 +8,7 @@ import typer
 
 from toolgap.bench.cli import app as bench
 from toolgap.cli import demo, doctor, operations, serve, version, watch
+from toolgap.prefixes.cli import check_prefix
 from toolgap.terminal import EXITS
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ COMMANDS = (
     operations.wait,
     operations.cancel,
     watch.watch,
+    check_prefix,
     serve.serve,
     doctor.doctor,
     demo.demo,
