@@ -232,8 +232,10 @@ def test_what_all_operations_have_to_read_is_bounded(server: Server, prompt: Pro
 
 
 def fill_host_memory(server: Server, *prefixes: list[int]) -> None:
+    """Restore prefixes whose continuations are due at once, so that none keeps the next one out."""
     for prefix in prefixes:
-        assert server.ended(server.toolgap.submit(input_ids=prefix).operation_id).state is State.RESTORED
+        submitted = server.toolgap.submit(input_ids=prefix, expected_gap_s=0.001, force=True)
+        assert server.ended(submitted.operation_id).state is State.RESTORED
 
 
 def test_a_waiting_requests_prefix_is_not_evicted(server: Server, prompt: Prompt) -> None:

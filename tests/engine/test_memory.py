@@ -137,8 +137,9 @@ def test_metrics_tell_what_was_restored_promoted_and_used(server: Server, prompt
 
 
 def fill(server: Server, *prefixes: list[int]) -> None:
+    """Restore prefixes whose continuations are due at once, so that none keeps the next one out."""
     for prefix in prefixes:
-        restore(server, prefix)
+        restore(server, prefix, expected_gap_s=0.001, force=True)
 
 
 @pytest.mark.parametrize("lease_s", [None, 500.0])
