@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from toolgap.settings import Settings
 from toolgap.sglang import hooks
-from toolgap.sglang.internals import Engine
+from toolgap.sglang.internals.engine import Engine
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.restorer import Restorer
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from toolgap.operations import Operation
 from toolgap.sglang.continuations import SHOWN_TOKENS, Continuations
-from toolgap.sglang.internals import Prefix
+from toolgap.sglang.internals.requests import Prefix
 
 
 def prefix(token_ids: Iterable[int], salt: str | None = None) -> Prefix:

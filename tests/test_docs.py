@@ -38,7 +38,7 @@ from toolgap.protocol import (
 )
 from toolgap.restoring import AsyncRestoring, Restoring
 from toolgap.settings import PREFIX, Settings, variable
-from toolgap.sglang import internals
+from toolgap.sglang.internals import targets
 from toolgap.sglang.metrics import PREFIX as METRIC_PREFIX
 from toolgap.sglang.metrics import Metric
 from toolgap.terminal import FAILURES, Exit
@@ -272,8 +272,8 @@ def test_every_reason_is_explained_by_what_happened() -> None:
 
 def test_the_supported_releases_are_named() -> None:
     for name in ("README.md", "docs/limits.md"):
-        assert all(release in DOCUMENTS[name] for release in internals.SUPPORTED)
-    assert set(re.findall(r"\b0\.5\.\d+\b", "".join(DOCUMENTS.values()))) == set(internals.SUPPORTED)
+        assert all(release in DOCUMENTS[name] for release in targets.SUPPORTED)
+    assert set(re.findall(r"\b0\.5\.\d+\b", "".join(DOCUMENTS.values()))) == set(targets.SUPPORTED)
 
 
 # ---- tables that repeat the source ----
@@ -283,12 +283,12 @@ def test_the_hooks_table_is_complete() -> None:
     plugin = (ROOT / "src" / "toolgap" / "sglang" / "plugin.py").read_text(encoding="utf-8")
     hooked = {
         (".".join(target.split(".")[-2:]), kind)
-        for constant, kind in re.findall(r'Hook\(internals\.(\w+), "(\w+)"', plugin)
-        for target in [getattr(internals, constant)]
+        for constant, kind in re.findall(r'Hook\(targets\.(\w+), "(\w+)"', plugin)
+        for target in [getattr(targets, constant)]
     }
-    assert '*(Hook(target, "around", hooks.update_weights) for target in internals.UPDATE_WEIGHTS)' in plugin
-    hooked |= {(".".join(target.split(".")[-2:]), "around") for target in internals.UPDATE_WEIGHTS}
-    assert len(hooked) == plugin.count("Hook(internals.") + len(internals.UPDATE_WEIGHTS)
+    assert '*(Hook(target, "around", hooks.update_weights) for target in targets.UPDATE_WEIGHTS)' in plugin
+    hooked |= {(".".join(target.split(".")[-2:]), "around") for target in targets.UPDATE_WEIGHTS}
+    assert len(hooked) == plugin.count("Hook(targets.") + len(targets.UPDATE_WEIGHTS)
     rows = re.findall(
         r"^\| `(\w+\.\w+)` \| (after|around|before) \|", DOCUMENTS["docs/how-it-works.md"], re.MULTILINE
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolgap.admission import PrefillCost, Rates
-from toolgap.sglang.rates import Meter, PrefillFit, recent_median
+from toolgap.rates import Meter, PrefillFit, recent_median
 
 SECONDS = st.floats(1e-5, 1e3)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolgap.operations import Operation
-from toolgap.sglang.internals import Prefix
+from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.usage import Usage
 
 

@@ -93,7 +93,7 @@ def inspect_installation() -> Installation:
 
 
 def _hook_problems() -> list[str]:
-    from toolgap.sglang import internals
+    from toolgap.sglang.internals import targets
 
     # SGLang prints, warns and configures logging while it is imported.
     noise = io.StringIO()
@@ -104,7 +104,7 @@ def _hook_problems() -> list[str]:
     ):
         warnings.simplefilter("ignore")
         try:
-            return internals.check(http=True)
+            return targets.check(http=True)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever breaks its import is the finding
             return [f"SGLang cannot be imported: {type(error).__name__}: {error}"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from toolgap.bench import machine
-from toolgap.sglang import internals
+from toolgap.sglang.internals import targets
 
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"
@@ -274,7 +274,7 @@ def test_the_digests_are_of_the_running_toolgap() -> None:
     digests = machine.toolgap_digests()
     content = Path(machine.__file__).read_bytes()
     assert digests["toolgap/bench/machine.py"] == hashlib.sha256(content).hexdigest()
-    assert {"toolgap/__init__.py", "toolgap/py.typed", "toolgap/sglang/internals.py"} <= digests.keys()
+    assert {"toolgap/__init__.py", "toolgap/py.typed", "toolgap/sglang/plugin.py"} <= digests.keys()
 
 
 def test_a_name_is_looked_up_in_its_own_module(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_name_is_looked_up_in_its_own_module(site: Path, monkeypatch: pytest.M
         "sglang.a.two.Class.method",
         "sglang.a.function",
     ]
-    monkeypatch.setattr(internals, "touched", lambda: tuple(touched))
+    monkeypatch.setattr(targets, "touched", lambda: tuple(touched))
     expected = {
         f"sglang/{name}.py": hashlib.sha256(f"raise AssertionError({name!r})".encode()).hexdigest()
         for name in ("a/__init__", "a/one", "a/two/__init__")
@@ -305,7 +305,7 @@ def test_the_installed_sglang_has_a_digest_of_every_touched_module() -> None:
     for name, digest in digests.items():
         assert hashlib.sha256(Path(str(distribution.locate_file(name))).read_bytes()).hexdigest() == digest
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in digests}
-    for target in internals.touched():
+    for target in targets.touched():
         assert modules & {target.rsplit(".", 1)[0], target.rsplit(".", 2)[0]}, target
     assert {
         "sglang.srt.entrypoints.http_server",
@@ -315,8 +315,8 @@ def test_the_installed_sglang_has_a_digest_of_every_touched_module() -> None:
 
 
 def test_everything_hooked_is_touched() -> None:
-    touched = internals.touched()
-    assert {internals.INIT_COMMUNICATORS, internals.POLL_TIMEOUTS, *internals.UPDATE_WEIGHTS} <= set(touched)
+    touched = targets.touched()
+    assert {targets.INIT_COMMUNICATORS, targets.POLL_TIMEOUTS, *targets.UPDATE_WEIGHTS} <= set(touched)
     assert len(touched) == len(set(touched))
     assert all(target.startswith("sglang.") for target in touched)
 

@@ -16,7 +16,7 @@ from harness import ADMIN_KEY, PAGE, Answer, Prompt, Server, until
 from toolgap import doctor
 from toolgap.childserver import free_port
 from toolgap.protocol import Code, Reason, State
-from toolgap.sglang.internals import SUPPORTED
+from toolgap.sglang.internals.targets import SUPPORTED
 
 pytestmark = pytest.mark.engine
 

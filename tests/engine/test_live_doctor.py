@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from toolgap import doctor
 from toolgap.cli import app
 from toolgap.doctor import RULES, Finding, Level
-from toolgap.sglang.internals import SUPPORTED
+from toolgap.sglang.internals.targets import SUPPORTED
 from toolgap.terminal import Exit
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ from harness import ADMIN_KEY, DEADLINE_S, PAGE, Prompt, Server, until
 
 from toolgap import doctor
 from toolgap.protocol import MAX_WAIT_S, PATH, Code, OperationStatus, Reason, State
-from toolgap.sglang.internals import SUPPORTED
+from toolgap.sglang.internals.targets import SUPPORTED
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import toolgap
 from toolgap.bench.evidence import sha256
 from toolgap.hardware import describe_cpu
-from toolgap.sglang import internals
+from toolgap.sglang.internals import targets
 
 PACKAGES = (
     "toolgap",
@@ -83,7 +83,7 @@ def sglang_digests() -> dict[str, str]:
         ValueError: SGLang is not installed, or has no module for one of the names.
     """
     root = Path(str(_distribution("sglang").locate_file("")))
-    names = {_module_file(root, target) for target in internals.touched()}
+    names = {_module_file(root, target) for target in targets.touched()}
     return {name: sha256(root / name) for name in sorted(names)}
 
 

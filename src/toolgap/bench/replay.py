@@ -14,7 +14,7 @@ from toolgap.bench import decisions, tables
 from toolgap.bench.arms import Arm
 from toolgap.bench.evidence import MANIFEST, Evidence, read_manifest
 from toolgap.bench.records import Asked, Trial
-from toolgap.sglang.rates import Meter
+from toolgap.rates import Meter
 
 
 class Clock:

@@ -56,7 +56,7 @@ def doctor(
 
 def _examine_environment(arguments: Sequence[str], prompt_tokens: int | None) -> list[Finding]:
     from toolgap import doctor
-    from toolgap.sglang.internals import SUPPORTED
+    from toolgap.sglang.internals.targets import SUPPORTED
 
     # Bound to the real stderr: what SGLang's modules print meanwhile is dropped.
     with Console(file=sys.stderr).status("Importing SGLang, to check what Toolgap hooks ..."):
@@ -70,7 +70,7 @@ def _examine_environment(arguments: Sequence[str], prompt_tokens: int | None) ->
 
 def _examine_server(url: str, api_key: str | None, prompt_tokens: int | None) -> list[Finding]:
     from toolgap import doctor
-    from toolgap.sglang.internals import SUPPORTED
+    from toolgap.sglang.internals.targets import SUPPORTED
 
     try:
         answers = doctor.ask_server(url, api_key)

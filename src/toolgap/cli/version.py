@@ -9,7 +9,7 @@ from toolgap.terminal import Json, guarded, print_json, say
 @guarded
 def version(as_json: Json = False) -> None:
     """Show the releases of Toolgap and of SGLang."""
-    from toolgap.sglang.internals import SUPPORTED
+    from toolgap.sglang.internals.targets import SUPPORTED
 
     own = metadata.version("toolgap")
     try:

@@ -5,7 +5,7 @@ from itertools import islice
 
 from toolgap.operations import Operation
 from toolgap.protocol import Divergence
-from toolgap.sglang.internals import Prefix
+from toolgap.sglang.internals.requests import Prefix
 
 SHOWN_TOKENS = 12
 """How much of both sides is kept where a request left a prefix."""

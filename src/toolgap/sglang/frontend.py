@@ -30,8 +30,9 @@ from toolgap.protocol import (
     decode_command,
 )
 from toolgap.settings import Settings
-from toolgap.sglang import internals, replicas
-from toolgap.sglang.internals import denied_status, http_workers, loaded_adapters
+from toolgap.sglang import replicas
+from toolgap.sglang.internals import http, process
+from toolgap.sglang.internals.http import denied_status, http_workers, loaded_adapters
 from toolgap.sglang.messages import (
     CancelOperation,
     Describe,
@@ -214,7 +215,7 @@ class Frontend:
         self.server = server
         self.settings = settings
         self.replies = Replies(tokenizer_manager, settings.reply_timeout_s)
-        self.chat = internals.ChatRoute(server.app, tokenizer_manager)
+        self.chat = http.ChatRoute(server.app, tokenizer_manager)
         self._storage_changes = 0
 
     def add_route(self) -> None:
@@ -243,7 +244,7 @@ class Frontend:
 
     def obstacle(self) -> str | None:
         """Why this server has no restores at all; None if the scheduler announced its hooks."""
-        if obstacle := internals.parallel_obstacle():
+        if obstacle := process.parallel_obstacle():
             return obstacle
         if missing := _unready():
             return f"SGLang could not apply toolgap's hooks: {', '.join(missing)}"
@@ -307,7 +308,7 @@ class Frontend:
 
     async def ask_all(self, order: Order) -> list[HicachePrefetchReqOutput]:
         """The replies of all replicas to an order."""
-        return await self.replies.ask(order, expected=internals.replicas())
+        return await self.replies.ask(order, expected=process.replicas())
 
     async def _describe(self, operation_id: str | None) -> HicachePrefetchReqOutput:
         answers = await self.ask_all(Describe(operation_id=operation_id))
@@ -343,7 +344,7 @@ class Frontend:
             force=bool(submit.force),
             target=submit.target or Target.HOST,
             lease_s=submit.lease_s,
-            dp_rank=replicas.check_replica(dp_rank, internals.replicas()),
+            dp_rank=replicas.check_replica(dp_rank, process.replicas()),
             stable_tokens=named.stable_tokens,
         )
         [reply] = await self.replies.ask(order, named.token_ids.tobytes())

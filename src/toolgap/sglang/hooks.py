@@ -13,23 +13,15 @@ from sglang.utils import TypeBasedDispatcher
 
 from toolgap import protocol
 from toolgap.protocol import Reason
+from toolgap.rates import Meter
 from toolgap.settings import Settings
 from toolgap.sglang import orders
-from toolgap.sglang.internals import (
-    Engine,
-    Prefix,
-    asked_by,
-    metrics_of,
-    prefill_batch,
-    prompt_of,
-    recorded,
-    span_of,
-)
+from toolgap.sglang.internals.engine import Engine, metrics_of
+from toolgap.sglang.internals.requests import Prefix, asked_by, prefill_batch, prompt_of, recorded, span_of
 from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
 )
-from toolgap.sglang.rates import Meter
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.storage_calls import StorageCalls
 

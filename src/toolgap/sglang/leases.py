@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from toolgap.operations import Operation
 from toolgap.protocol import Code, Refused
-from toolgap.sglang.internals import Engine, Hold, Prefix
+from toolgap.sglang.internals.engine import Engine, Hold
+from toolgap.sglang.internals.requests import Prefix
 
 
 class Lease(NamedTuple):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from toolgap.protocol import PROMPT_FIELDS, Api, Code, NamedPrefix, Refused
-from toolgap.sglang.internals import ChatPrompt, ChatRoute, Prefix, PromptError
+from toolgap.sglang.internals.http import ChatPrompt, ChatRoute, PromptError
+from toolgap.sglang.internals.requests import Prefix
 
 Messages = list[dict[str, Any]]
 

@@ -47,9 +47,11 @@ from toolgap.protocol import (
     State,
     Target,
 )
+from toolgap.rates import Meter
 from toolgap.settings import Admission, Settings
 from toolgap.sglang.continuations import Continuations
-from toolgap.sglang.internals import Engine, Hold, Match, Prefix, cause
+from toolgap.sglang.internals.engine import Engine, Hold, Match, cause
+from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
     Decide,
@@ -61,7 +63,6 @@ from toolgap.sglang.messages import (
 )
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.pace import Pace
-from toolgap.sglang.rates import Meter
 from toolgap.sglang.record import Record
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from toolgap.sglang.internals import Engine
+from toolgap.sglang.internals.engine import Engine
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.storage_calls import StorageCalls
 

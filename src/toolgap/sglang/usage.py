@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from toolgap.operations import Operation
-from toolgap.sglang.internals import Prefix
+from toolgap.sglang.internals.requests import Prefix
 
 
 class Span(NamedTuple):

@@ -1,7 +1,7 @@
 """What this server's KV is valid for, and whether what it keeps may be of something else."""
 
 from toolgap.protocol import Code, Refused
-from toolgap.sglang.internals import Engine
+from toolgap.sglang.internals.engine import Engine
 
 
 class Validity:

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 from toolgap.operations import Operation
 from toolgap.protocol import Reason
-from toolgap.sglang.internals import Hold, Match, Prefix, Read
+from toolgap.sglang.internals.engine import Hold, Match, Read
+from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.messages import HicachePrefetchReqInput
 
 
