@@ -68,6 +68,11 @@ class Settings:
         "What follows from the estimate of a restore: `decline` refuses one that is not worth it, or that would evict "
         "restored KV whose continuation is expected earlier; `report` refuses neither.",
     )
+    recompute_declined: bool = _setting(
+        True,
+        "Whether the continuation of a restore that was declined as not worthwhile recomputes, where SGLang would "
+        "read storage on request.",
+    )
     join: bool = _setting(True, "Whether a request that needs pages an operation is reading waits for them.")
     join_timeout_s: float = _setting(
         0.0, "Longest such wait; 0 takes SGLang's own budget for a storage read of that length."

@@ -352,7 +352,7 @@ def test_where_a_continuation_left_the_prefix_is_told(server: Server, prompt: Pr
     assert [status.divergence.submitted_text, status.divergence.prompted_text] == texts
     [listed] = [s for s in server.toolgap.overview().recent if s.operation_id == operation.operation_id]
     assert listed.divergence == status.divergence
-    server.generate([*prefix, 9])
+    server.generate([*prefix, 9], tokens=1)
     assert server.toolgap.status(operation.operation_id).used_tokens == 20 * PAGE
     whole = server.toolgap.status(operation.operation_id)
     assert (whole.matched_tokens, whole.first_divergent_token, whole.divergence) == (20 * PAGE, None, None)

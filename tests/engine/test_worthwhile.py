@@ -109,6 +109,35 @@ def test_what_is_slower_than_a_recompute_is_declined_until_storage_is_fast_again
     until("it is known to be fast", lambda: measured(server)[0] > 5 * PAGE / SLOW_S)
 
 
+def test_the_continuation_of_a_declined_restore_recomputes_once(server: Server, prompt: Prompt) -> None:
+    prefix, other = prompt(60 * PAGE), prompt(60 * PAGE)
+    recomputed = server.store(prefix + [5])
+    server.store(other + [5])
+    slow_down(server, prompt)
+    server.probe.reset()
+    assert refusal(server, input_ids=prefix, expected_gap_s=0.001).code is Code.NOT_WORTHWHILE
+    # What only shares a part of it is read as ever, and so is another prefix.
+    assert server.generate(prefix[: 40 * PAGE] + [5]).storage_tokens == 40 * PAGE
+    assert server.generate(other + [5]).storage_tokens == 60 * PAGE
+    server.flush()
+    server.probe.reset()
+    answer = server.generate(prefix + [5])
+    assert (answer.sources, answer.output_ids) == ((0, 0, 0), recomputed.output_ids)
+    assert not server.probe.reads
+    server.flush()
+    assert server.generate(prefix + [5]).storage_tokens == 60 * PAGE
+
+
+def test_a_declined_restore_that_goes_ahead_later_is_used(server: Server, prompt: Prompt) -> None:
+    prefix = prompt(60 * PAGE)
+    server.store(prefix + [5])
+    slow_down(server, prompt)
+    assert refusal(server, input_ids=prefix, expected_gap_s=0.001).code is Code.NOT_WORTHWHILE
+    operation = server.toolgap.submit(input_ids=prefix, expected_gap_s=60)
+    assert server.generate(prefix + [5]).host_tokens == 60 * PAGE
+    assert server.ended(operation.operation_id).joined_requests == 1
+
+
 def test_reads_of_ordinary_requests_are_measured_too(server: Server, prompt: Prompt) -> None:
     """A declined restore's continuation reads storage itself, and so tells how fast it is now."""
     prefixes = [prompt(40 * PAGE) for _ in range(5)]

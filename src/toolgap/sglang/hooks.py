@@ -141,7 +141,7 @@ def prefetch_from_storage(
     restorer = _restorer
     if (
         restorer is not None
-        and restorer.work
+        and (restorer.work or restorer.declined)
         and restorer.engine.cache is cache
         and not request.rid.startswith("toolgap-")
     ):
@@ -242,8 +242,11 @@ def checkpoint(_result: Any, cache: Any, req: Any, *, up_to: int, **_named: Any)
     try:
         if req.finished():
             restorer.record.add(req.rid, recorded(req))
-        elif restorer.continuations:
+        # One that ends with its first token is seen when it has finished, and not before.
+        if restorer.continuations:
             restorer.continuations.seen(asked_by(req))
+        if restorer.declined:
+            restorer.declined.served(asked_by(req))
         if restorer.usage or restorer.leases:
             restorer.checkpointed(prompt_of(req), req.cached_tokens)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler

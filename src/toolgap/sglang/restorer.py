@@ -50,6 +50,7 @@ from toolgap.protocol import (
 from toolgap.rates import Meter
 from toolgap.settings import Admission, Settings
 from toolgap.sglang.continuations import Continuations
+from toolgap.sglang.declined import Declined
 from toolgap.sglang.internals.engine import Engine, Hold, Match, cause
 from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.leases import Lease, Leases
@@ -127,6 +128,7 @@ class Restorer:
         self.usage = Usage()
         self.continuations = Continuations(engine.page_tokens)
         self.record = Record(settings.recorded_tokens)
+        self.declined = Declined()
         self.guarding = False
         """Whether host memory is being allocated for an operation: leases do not give way to those."""
         self.load: Load | None = None
@@ -185,6 +187,7 @@ class Restorer:
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.continuations.watch(operation, prefix)
+        self.declined.forget(prefix)
         self.metrics.accepted(operation)
         self._pace.quicken(active=bool(self.work))
         self._place(work, match)
@@ -245,8 +248,17 @@ class Restorer:
         )
         if self.settings.admission is Admission.DECLINE:
             if not order.force:
-                check_worthwhile(operation.estimate)
+                self._check_worthwhile(work)
             self._check_awaited(operation, wanted_tokens, order)
+
+    def _check_worthwhile(self, work: Work) -> None:
+        """Raise Refused if a recompute is as fast, and let the continuation do that."""
+        try:
+            check_worthwhile(work.operation.estimate)
+        except Refused:
+            if self.settings.recompute_declined:
+                self.declined.add(work.prefix)
+            raise
 
     def _queued_tokens(self, work: Work, leader: "Work | Any | None") -> int:
         """What is read before an operation that is not accepted yet gets its turn: equal on all ranks."""
@@ -451,11 +463,13 @@ class Restorer:
     # ---- the join ----
 
     def intercept(self, handle: Any, prefix: Prefix, matched_tokens: int) -> bool:
-        """Whether a request's own storage read is left out, since an operation reads those pages.
+        """Whether a request's own storage read is left out.
 
-        Called when SGLang is about to issue that read. The request waits in SGLang's queue until
-        :meth:`holds` lets it go.
+        Called when SGLang is about to issue that read. If an operation reads those pages, the request waits in
+        SGLang's queue until :meth:`holds` lets it go; if their restore was declined, it recomputes them.
         """
+        if self.declined.begins(prefix):
+            return True
         if not self.settings.join:
             return False
         before = self.joins.get(handle)
@@ -968,6 +982,7 @@ class Restorer:
         if not cleared:
             self.meter.forget_storage()
             self.rates = Rates(prefill=self.rates.prefill)
+        self.declined.forget_all()
 
     def weights_changed(self) -> None:
         """KV in the cache may be of other weights from now on."""

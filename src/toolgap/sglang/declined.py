@@ -1,0 +1,41 @@
+"""Prefixes whose restore was declined because a recompute is as fast: their continuations recompute."""
+
+from toolgap.sglang.internals.requests import Prefix
+
+_KEPT = 64
+"""The oldest are forgotten: by number and not by time, so that every rank forgets the same ones."""
+
+
+class Declined:
+    """Prefixes that the next request which begins with them is to recompute, rather than read from storage."""
+
+    def __init__(self) -> None:
+        self._prefixes: list[Prefix] = []
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def add(self, prefix: Prefix) -> None:
+        """A restore of this prefix was declined."""
+        self.forget(prefix)
+        self._prefixes = [*self._prefixes, prefix][-_KEPT:]
+
+    def begins(self, prompt: Prefix) -> bool:
+        """Whether a prompt begins with one of them."""
+        return any(_begins(prompt, prefix) for prefix in self._prefixes)
+
+    def served(self, prompt: Prefix) -> None:
+        """A request with this prompt was prefilled: what it begins with was recomputed."""
+        self._prefixes = [prefix for prefix in self._prefixes if not _begins(prompt, prefix)]
+
+    def forget(self, prefix: Prefix) -> None:
+        """A restore of this prefix goes ahead after all, and so of those that it begins with."""
+        self.served(prefix)
+
+    def forget_all(self) -> None:
+        """Storage is another one."""
+        self._prefixes = []
+
+
+def _begins(prompt: Prefix, prefix: Prefix) -> bool:
+    return prompt.shared_tokens(prefix) == len(prefix.token_ids) > 0
