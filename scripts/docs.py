@@ -22,6 +22,7 @@ import msgspec
 from msgspec.inspect import (
     AnyType,
     BoolType,
+    DictType,
     EnumType,
     FloatType,
     IntType,
@@ -44,13 +45,18 @@ from toolgap.protocol import (
     VERSION,
     Cancel,
     Code,
+    Divergence,
     EngineStatus,
     Error,
     ErrorReply,
+    Estimate,
+    NamedPrefix,
     OperationStatus,
     Overview,
     Reason,
     Refused,
+    Resolve,
+    Resolved,
     State,
     Status,
     Submit,
@@ -133,6 +139,8 @@ def type_name(kind: Type) -> str:
             name = f"array of {type_name(item).replace('integer', 'integers')}"
         case StructType(cls=cls):
             name = f"[`{cls.__name__}`](#{cls.__name__.lower()})"
+        case DictType():
+            name = "object"
         case AnyType():
             name = "any"
         case other:
@@ -231,6 +239,17 @@ OVERVIEW = Overview(
         paused=False,
     ),
 )
+MESSAGES = [
+    {"role": "user", "content": "What is in this folder?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "list_files", "arguments": "{}"}}
+        ],
+    },
+]
+RESOLVED = Resolved(token_ids=[151644, 872, 198, 3838], stable_tokens=3, expected_tokens=1)
 REFUSED = Refused(
     Code.HOST_BUDGET,
     "active operations read into 126976 of 131072 tokens of host memory, and this one needs 6144",
@@ -247,7 +266,8 @@ def http_page() -> str:
             generated_from("src/toolgap/protocol.py"),
             f"# HTTP reference: `POST {PATH}`",
             "One endpoint on the SGLang server itself. A body is one JSON object, and its `action` says what to do: "
-            "[`submit`](#submit), [`status`](#status) or [`cancel`](#cancel). Every reply is a JSON object; one that "
+            "[`submit`](#submit), [`status`](#status), [`cancel`](#cancel) or [`resolve`](#resolve). "
+            "Every reply is a JSON object; one that "
             f"is not 200 is an [error](#errors). This is version {VERSION} of the format.",
             "The endpoint asks for the same key as SGLang's own `/hicache/*` routes: see "
             "[authorisation](operating.md#authorisation). Field names carry their unit: `_tokens`, `_s` (seconds). "
@@ -255,6 +275,7 @@ def http_page() -> str:
             *submit_section(),
             *status_section(),
             *cancel_section(),
+            *resolve_section(),
             *replies_section(),
             *states_section(),
             *errors_section(),
@@ -265,6 +286,7 @@ def http_page() -> str:
 def submit_section() -> Iterator[str]:
     yield "## submit"
     yield prose(Submit.__doc__)
+    yield prose(NamedPrefix.__doc__)
     yield request_table(Submit)
     yield (
         f"`null` says the same as leaving a field out. Without `ttl_s`, `{variable('default_ttl_s')}` holds "
@@ -275,6 +297,14 @@ def submit_section() -> Iterator[str]:
     )
     yield curl({"action": "submit", "operation_id": "turn-7", "input_ids": [151644, 8948, 198, 2610, 525]})
     yield reply_of(ACCEPTED)
+    yield (
+        "A request whose tool calls have just been sent names its continuation by its own `id`. Its tokens are exact; "
+        "the next prompt begins with them as far as the chat template shows the answer as the model wrote it "
+        "([why it may not](limits.md)). By `messages` the server renders what the next prompt certainly begins "
+        "with, which is exact in that respect, and costs a few passes of the tokenizer:"
+    )
+    yield curl({"action": "submit", "request_id": "4f1d2c6e0b"})
+    yield curl({"action": "submit", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}})
     yield "These fields are known and answered with 501, so that nothing else is restored in their place:"
     yield table(
         ["field", "what is not supported"],
@@ -308,9 +338,17 @@ def cancel_section() -> Iterator[str]:
     yield reply_of(CANCELLED)
 
 
+def resolve_section() -> Iterator[str]:
+    yield "## resolve"
+    yield prose(Resolve.__doc__)
+    yield request_table(Resolve)
+    yield curl({"action": "resolve", "messages": MESSAGES})
+    yield reply_of(RESOLVED)
+
+
 def replies_section() -> Iterator[str]:
     yield "## Replies"
-    for reply in (OperationStatus, Overview, EngineStatus):
+    for reply in (OperationStatus, Estimate, Divergence, Overview, EngineStatus, Resolved):
         yield f"### {reply.__name__}"
         yield prose(reply.__doc__)
         yield reply_table(reply)

@@ -30,6 +30,7 @@ from toolgap.protocol import (
     Overview,
     Reason,
     Refused,
+    Resolve,
     Retry,
     State,
     Status,
@@ -96,7 +97,39 @@ def test_an_operation_id_may_be_any_short_name(operation_id: str) -> None:
         body("status", operation_id=operation_id),
         body("cancel", operation_id=operation_id),
     ):
-        assert decode_command(content).operation_id == operation_id
+        command = decode_command(content)
+        assert not isinstance(command, Resolve)
+        assert command.operation_id == operation_id
+
+
+CHAT = [{"role": "user", "content": "What is in this folder?"}]
+
+
+@pytest.mark.parametrize("action", ["submit", "resolve"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": IDS},
+        {"text": "a prompt"},
+        {"request_id": "chatcmpl-1"},
+        {"messages": CHAT},
+        {"messages": CHAT, "api": "anthropic", "system": "Be brief.", "thinking": {"type": "disabled"}},
+        {"messages": CHAT, "tools": [{"type": "function"}], "tool_choice": "auto", "model": "m"},
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": 0.5},
+        {
+            "messages": CHAT,
+            "continue_final_message": True,
+            "response_format": {"type": "text"},
+            "task": "query",
+        },
+        {"input_ids": IDS, "extra_key": "a", "cache_salt": "b", "lora_path": "l", "routed_dp_rank": 1},
+        {"request_id": "x", "routed_dp_rank": 0},
+    ],
+)
+def test_a_prefix_may_be_named_in_any_of_four_ways(action: str, fields: dict[str, Any]) -> None:
+    command = decode_command(body(action, **fields))
+    assert isinstance(command, Submit if action == "submit" else Resolve)
+    assert {name: getattr(command, name) for name in fields} == fields
 
 
 # ---- what is refused ----
@@ -170,6 +203,29 @@ BAD_FIELDS = [
     pytest.param({"action": "submit", "input_ids": IDS, "text": "a"}, "input_ids", id="both"),
     pytest.param({"action": "submit", "input_ids": [], "text": "a"}, "input_ids", id="both-ids-empty"),
     pytest.param({"action": "submit", "input_ids": IDS, "text": ""}, "input_ids", id="both-text-empty"),
+    pytest.param({"action": "submit", "text": "a", "request_id": "b"}, "text", id="text-and-request"),
+    pytest.param(
+        {"action": "submit", "messages": CHAT, "request_id": "b"}, "messages", id="messages-and-request"
+    ),
+    pytest.param({"action": "resolve"}, "input_ids", id="resolve-nothing"),
+    # messages, and what stands beside them
+    pytest.param({"action": "submit", "messages": []}, "messages", id="messages-empty"),
+    pytest.param({"action": "submit", "messages": "hello"}, "messages", id="messages-string"),
+    pytest.param({"action": "submit", "messages": ["hello"]}, "messages[0]", id="messages-of-strings"),
+    pytest.param({"action": "submit", "messages": CHAT, "api": "gemini"}, "api", id="api-unknown"),
+    pytest.param({"action": "submit", "messages": CHAT, "tools": {}}, "tools", id="tools-object"),
+    pytest.param({"action": "submit", "input_ids": IDS, "tools": [{}]}, "tools", id="tools-beside-ids"),
+    pytest.param({"action": "submit", "text": "a", "api": "openai"}, "api", id="api-beside-text"),
+    pytest.param({"action": "submit", "request_id": "a", "model": "m"}, "model", id="model-beside-request"),
+    pytest.param({"action": "submit", "request_id": ""}, "request_id", id="request-empty"),
+    pytest.param({"action": "submit", "request_id": 1}, "request_id", id="request-number"),
+    pytest.param(
+        {"action": "submit", "request_id": "a", "cache_salt": "s"}, "cache_salt", id="salt-beside-request"
+    ),
+    pytest.param(
+        {"action": "resolve", "request_id": "a", "lora_path": "l"}, "lora_path", id="lora-beside-request"
+    ),
+    pytest.param({"action": "resolve", "input_ids": IDS, "ttl_s": 1}, "ttl_s", id="resolve-with-ttl"),
     # ttl_s
     pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": 0}, "ttl_s", id="ttl-zero"),
     pytest.param({"action": "submit", "input_ids": IDS, "ttl_s": -0.0}, "ttl_s", id="ttl-minus-zero"),
@@ -241,7 +297,7 @@ def test_the_wrong_value_is_repeated_to_the_caller() -> None:
     assert "not -3" in refusal(body("submit", input_ids=IDS, ttl_s=-3)).error.message
     assert "86400" in refusal(body("submit", input_ids=IDS, ttl_s=1e9)).error.message
     assert "300" in refusal(body("status", operation_id="x", wait_s=301)).error.message
-    assert "submit, status or cancel" in refusal(body("explode")).error.message
+    assert "submit, status, cancel or resolve" in refusal(body("explode")).error.message
 
 
 @pytest.mark.parametrize(
@@ -261,9 +317,9 @@ def test_every_field_of_submit_is_either_supported_or_named_as_unsupported() -> 
     assert unset == UNSUPPORTED_FIELDS.keys()
 
 
-@pytest.mark.parametrize("tools", [[[[[{}]]]], {"a": [{"b": None}] * 50}, [1e300, -0.0, "\x00", "\\"]])
-def test_nested_garbage_in_an_unsupported_field_is_not_looked_into(tools: Any) -> None:
-    assert refusal(body("submit", input_ids=IDS, tools=tools)).error.field == "tools"
+@pytest.mark.parametrize("image", [[[[[{}]]]], {"a": [{"b": None}] * 50}, [1e300, -0.0, "\x00", "\\"]])
+def test_nested_garbage_in_an_unsupported_field_is_not_looked_into(image: Any) -> None:
+    assert refusal(body("submit", input_ids=IDS, image_data=image)).error.field == "image_data"
 
 
 def test_non_finite_numbers_do_not_hide_another_error() -> None:
@@ -295,7 +351,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-FIELDS = sorted({*Submit.__struct_fields__, *Status.__struct_fields__, *Cancel.__struct_fields__})
+FIELDS = sorted(
+    {
+        *Submit.__struct_fields__,
+        *Status.__struct_fields__,
+        *Cancel.__struct_fields__,
+        *Resolve.__struct_fields__,
+    }
+)
 VALUE: st.SearchStrategy[Any] = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just([[{}]])
 )
@@ -309,7 +372,7 @@ FIELD = st.one_of(
 )
 NEARLY = st.builds(
     lambda action, fields: {"action": action} | dict(fields),
-    st.sampled_from(["submit", "status", "cancel"]) | VALUE,
+    st.sampled_from(["submit", "status", "cancel", "resolve"]) | VALUE,
     st.lists(FIELD, max_size=4),
 )
 
@@ -386,7 +449,7 @@ def test_terminal_states() -> None:
     ("status", "codes"),
     [
         (400, {Code.MALFORMED_JSON, Code.INVALID_FIELD, Code.BODY_TOO_LARGE}),
-        (404, {Code.UNKNOWN_OPERATION}),
+        (404, {Code.UNKNOWN_OPERATION, Code.UNKNOWN_REQUEST}),
         (
             409,
             {
@@ -395,6 +458,7 @@ def test_terminal_states() -> None:
                 Code.STORAGE_REPLACED,
                 Code.STORAGE_STALE,
                 Code.ANCHOR_NOT_BACKED_UP,
+                Code.NOT_WORTHWHILE,
             },
         ),
         (
@@ -405,6 +469,7 @@ def test_terminal_states() -> None:
                 Code.HOST_BUDGET,
                 Code.LEASE_BUDGET,
                 Code.RATE_LIMITED,
+                Code.AWAITED_KV,
             },
         ),
         (500, {Code.INTERNAL_ERROR}),
@@ -465,6 +530,7 @@ def test_what_passes_by_itself_is_worth_trying_again() -> None:
         Code.HOST_BUDGET,
         Code.LEASE_BUDGET,
         Code.RATE_LIMITED,
+        Code.AWAITED_KV,
         Code.PAUSED,
         Code.FLUSH_PENDING,
         Code.STORAGE_STALLED,
@@ -532,7 +598,7 @@ def test_replies_survive_the_wire() -> None:
 
 def test_every_command_is_tagged_with_its_action() -> None:
     tags = {command.__struct_config__.tag for command in get_args(Command)}
-    assert tags == {"submit", "status", "cancel"}
+    assert tags == {"submit", "status", "cancel", "resolve"}
     assert {command.__struct_config__.tag_field for command in get_args(Command)} == {"action"}
 
 
@@ -540,7 +606,7 @@ DEEP = b"[" * 100_000
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"a":' * 100_000, b'{"action":"submit","input_ids":[1],"tools":' + DEEP]
+    "content", [b'{"a":' * 100_000, b'{"action":"submit","input_ids":[1],"image_data":' + DEEP]
 )
 def test_deep_nesting_is_refused(content: bytes) -> None:
     with pytest.raises(Refused) as refused:

@@ -111,7 +111,7 @@ class SubmitFields(PrefixFields, total=False):
     target: Target | None
     lease_s: float | None
     namespace: str | None
-    force: bool
+    force: bool | None
 
 
 @dataclass(frozen=True)

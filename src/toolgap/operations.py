@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from toolgap.protocol import OperationStatus, Reason, State, Target
+from toolgap.protocol import Divergence, OperationStatus, Reason, State, Target
 
 _STEPS: dict[State, frozenset[State]] = {
     # A read that another one leads may fall back to asking storage itself.
@@ -49,6 +49,7 @@ class Operation:
     target: Target = Target.HOST
     lease_s: float | None = None
     dp_rank: int | None = None
+    stable_tokens: int | None = None
     accepted_at: float = 0.0
     ended_at: float | None = None
     state: State = State.QUERYING
@@ -61,6 +62,8 @@ class Operation:
     promoted_tokens: int = 0
     leased_tokens: int = 0
     used_tokens: int = 0
+    matched_tokens: int | None = None
+    divergence: Divergence | None = None
     joined_requests: int = 0
     waiting_requests: int = 0
     following: bool = False
@@ -103,6 +106,13 @@ class Operation:
             lease_s=self.lease_s,
             leased_tokens=self.leased_tokens,
             used_tokens=self.used_tokens,
+            stable_tokens=self.stable_tokens,
+            expected_tokens=None
+            if self.stable_tokens is None
+            else self.requested_tokens - self.stable_tokens,
+            matched_tokens=self.matched_tokens,
+            first_divergent_token=None if self.divergence is None else self.matched_tokens,
+            divergence=self.divergence,
         )
 
     def _since_acceptance(self, at: float | None) -> float | None:
@@ -120,6 +130,9 @@ class Operation:
         assert 0 <= self.used_tokens <= self.inserted_tokens
         assert max(self.promoted_tokens, self.leased_tokens) <= self.aligned_tokens
         assert not self.leased_tokens or self.ended_at is not None
+        assert 0 <= (self.stable_tokens or 0) <= self.requested_tokens
+        assert 0 <= (self.matched_tokens or 0) <= self.requested_tokens
+        assert (self.divergence is None) == (self.matched_tokens in (None, self.requested_tokens))
 
 
 class Due(NamedTuple):

@@ -385,8 +385,8 @@ class Submit(
         ),
     ] = None
     force: Annotated[
-        bool, Meta(description="Restore even if the estimate says that a recompute would be as fast.")
-    ] = False
+        bool | None, Meta(description="Restore even if the estimate says that a recompute would be as fast.")
+    ] = None
     image_data: Any | UnsetType = UNSET
     video_data: Any | UnsetType = UNSET
     audio_data: Any | UnsetType = UNSET
@@ -718,11 +718,17 @@ def _check_prefix(prefix: NamedPrefix) -> None:
             Code.INVALID_FIELD,
             f"give exactly one of {', '.join(PREFIX_FIELDS[:-1])} and {PREFIX_FIELDS[-1]}"
             + (f", not {' and '.join(given)}" if given else ""),
-            field=(given or PREFIX_FIELDS)[-1 if given else 0],
+            field=(given or PREFIX_FIELDS)[0],
         )
     [field] = given
     if not getattr(prefix, field):
         raise Refused(Code.INVALID_FIELD, f"{field} is empty", field=field)
+    if field == "request_id":
+        for beside in ("extra_key", "cache_salt", "lora_path"):
+            if getattr(prefix, beside) is not None:
+                raise Refused(
+                    Code.INVALID_FIELD, f"{beside} is the recorded request's own: leave it out", field=beside
+                )
     if field != "messages":
         for beside in ("api", *PROMPT_FIELDS):
             if getattr(prefix, beside) is not None:

@@ -74,6 +74,11 @@ class Settings:
         2.0,
         "After a cancel or expiry: how long the storage call in flight may take before it is given up.",
     )
+    recorded_tokens: int = _setting(
+        2_000_000,
+        "Tokens of recent requests to remember (8 bytes each), so that a submit can name a prefix by `request_id`; "
+        "0 remembers none.",
+    )
     max_body_bytes: int = _setting(32 * 2**20, "Largest request body.", low=1024)
     reply_timeout_s: float = _setting(
         30.0,

@@ -9,14 +9,26 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from toolgap import protocol
-from toolgap.protocol import Cancel, Code, ErrorReply, Refused, Status, Submit, Target, decode_command
+from toolgap.protocol import (
+    Cancel,
+    Code,
+    ErrorReply,
+    NamedPrefix,
+    Refused,
+    Resolve,
+    Resolved,
+    Status,
+    Submit,
+    Target,
+    decode_command,
+)
 from toolgap.settings import Settings
 from toolgap.sglang import internals, replicas
 from toolgap.sglang.internals import denied_status, http_workers, loaded_adapters
@@ -27,9 +39,12 @@ from toolgap.sglang.messages import (
     HicachePrefetchReqOutput,
     Order,
     Quiesce,
+    Recall,
+    Recalled,
     Restore,
     encode_order,
 )
+from toolgap.sglang.prompts import name_by_messages
 from toolgap.sglang.restorer import new_operation_id
 
 logger = logging.getLogger(__name__)
@@ -180,6 +195,17 @@ class Replies:
 # ---- the route ----
 
 
+class Resolution(NamedTuple):
+    """Which prefix a call names."""
+
+    token_ids: "array[int]"
+    extra_key: str | None
+    cache_salt: str | None
+    stable_tokens: int | None = None
+    dp_rank: int | None = None
+    """The replica that served the request which the prefix was named by."""
+
+
 class Frontend:
     """The endpoint of one HTTP process."""
 
@@ -188,6 +214,7 @@ class Frontend:
         self.server = server
         self.settings = settings
         self.replies = Replies(tokenizer_manager, settings.reply_timeout_s)
+        self.chat = internals.ChatRoute(server.app, tokenizer_manager)
         self._storage_changes = 0
 
     def add_route(self) -> None:
@@ -235,7 +262,7 @@ class Frontend:
     async def answer(self, request: Request) -> Response:
         """One call of the endpoint."""
         try:
-            reply = await self._dispatch(request)
+            reply = self._with_text(await self._dispatch(request))
         except Refused as refusal:
             reply = _refusal(refusal)
         except Exception:
@@ -256,12 +283,27 @@ class Frontend:
         match command:
             case Submit():
                 return await self._submit(command)
+            case Resolve():
+                return self._tell(await self._resolve(command))
             case Status(operation_id=str(operation_id), wait_s=float(wait_s)) if wait_s > 0:
                 return await self._wait(request, operation_id, wait_s)
             case Status(operation_id=operation_id):
                 return await self._describe(operation_id)
             case Cancel(operation_id=operation_id):
                 return replicas.that_knows(await self.ask_all(CancelOperation(operation_id=operation_id)))
+
+    def _with_text(self, reply: HicachePrefetchReqOutput) -> HicachePrefetchReqOutput:
+        """Decode the tokens at which requests left prefixes: schedulers have no tokenizer."""
+        tokenizer = self.tokenizer_manager.tokenizer
+        if tokenizer is None or b'"submitted_ids"' not in reply.body:
+            return reply
+        body = msgspec.json.decode(reply.body)
+        for status in [body, *body.get("active", ()), *body.get("recent", ())]:
+            if divergence := status.get("divergence"):
+                for side in ("submitted", "prompted"):
+                    divergence[f"{side}_text"] = tokenizer.decode(divergence[f"{side}_ids"])
+        reply.body = msgspec.json.encode(body)
+        return reply
 
     async def ask_all(self, order: Order) -> list[HicachePrefetchReqOutput]:
         """The replies of all replicas to an order."""
@@ -286,75 +328,115 @@ class Frontend:
     async def _submit(self, submit: Submit) -> HicachePrefetchReqOutput:
         if self._storage_changes:
             raise Refused(Code.STORAGE_REPLACED, "the storage backend is being replaced", retry_after_s=1.0)
-        dp_rank = replicas.check_replica(submit.routed_dp_rank, internals.replicas())
-        token_ids = await self._resolve(submit)
-        extra_key = self._resolve_extra_key(submit)
+        named = await self._resolve(submit)
+        dp_rank = named.dp_rank if submit.routed_dp_rank is None else submit.routed_dp_rank
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
         order = Restore(
             operation_id=submit.operation_id or new_operation_id(),
-            extra_key=extra_key,
-            cache_salt=submit.cache_salt,
+            extra_key=named.extra_key,
+            cache_salt=named.cache_salt,
             ttl_s=ttl_s,
             namespace=submit.namespace,
             deadline_ts=time.time() + (ttl_s if submit.expected_gap_s is None else submit.expected_gap_s),
             target=submit.target or Target.HOST,
             lease_s=submit.lease_s,
-            dp_rank=dp_rank,
+            dp_rank=replicas.check_replica(dp_rank, internals.replicas()),
+            stable_tokens=named.stable_tokens,
         )
-        [reply] = await self.replies.ask(order, token_ids.tobytes())
+        [reply] = await self.replies.ask(order, named.token_ids.tobytes())
         return reply
 
-    async def _resolve(self, submit: Submit) -> "array[int]":
-        """The prefix's token ids, checked as ``/generate`` would."""
-        manager = self.tokenizer_manager
-        if submit.input_ids is not None:
-            field, ids = "input_ids", submit.input_ids
-            vocabulary = manager.model_config.vocab_size
-            if max(ids) >= vocabulary:
-                position = next(i for i, token in enumerate(ids) if token >= vocabulary)
-                raise Refused(
-                    Code.INVALID_FIELD,
-                    f"input_ids[{position}] is {ids[position]}, and the vocabulary has {vocabulary} tokens",
-                    field=field,
-                )
+    @staticmethod
+    def _tell(named: Resolution) -> HicachePrefetchReqOutput:
+        stable_tokens = named.stable_tokens
+        resolved = Resolved(
+            token_ids=list(named.token_ids),
+            stable_tokens=stable_tokens,
+            expected_tokens=None if stable_tokens is None else len(named.token_ids) - stable_tokens,
+        )
+        return HicachePrefetchReqOutput(status=200, body=msgspec.json.encode(resolved))
+
+    async def _resolve(self, prefix: NamedPrefix) -> Resolution:
+        """The prefix's token ids, checked as SGLang's routes would, and its namespace."""
+        if prefix.request_id is not None:
+            return await self._recall(prefix.request_id)
+        stable_tokens, lora_path = None, prefix.lora_path
+        if prefix.input_ids is not None:
+            field, token_ids = "input_ids", array("q", prefix.input_ids)
+            self._check_vocabulary(token_ids)
+        elif prefix.messages is not None:
+            field = "messages"
+            self._check_tokenizer(field)
+            token_ids, stable_tokens, lora_path = await name_by_messages(self.chat, prefix)
         else:
             field = "text"
-            if manager.tokenizer is None:
-                raise Refused(
-                    Code.NOT_SUPPORTED,
-                    "text: the server runs without a tokenizer: send input_ids",
-                    field=field,
-                )
-            ids, _ = await manager._tokenize_texts(submit.text)
-        if len(ids) > manager.context_len:
+            self._check_tokenizer(field)
+            ids, _ = await self.tokenizer_manager._tokenize_texts(prefix.text)
+            token_ids = array("q", ids)
+        limit = self.tokenizer_manager.context_len
+        if len(token_ids) > limit:
             raise Refused(
                 Code.INVALID_FIELD,
-                f"{field} has {len(ids)} tokens, and the model's context length is {manager.context_len}",
+                f"{field} has {len(token_ids)} tokens, and the model's context length is {limit}",
                 field=field,
             )
-        return array("q", ids)
+        extra_key = self._resolve_extra_key(prefix.extra_key, lora_path)
+        return Resolution(token_ids, extra_key, prefix.cache_salt, stable_tokens)
 
-    def _resolve_extra_key(self, submit: Submit) -> str | None:
+    async def _recall(self, request_id: str) -> Resolution:
+        """The tokens of a recent request, as the scheduler that served it has them."""
+        reply = replicas.first_success(await self.ask_all(Recall(request_id=request_id)))
+        if reply.status != 200:
+            message = msgspec.json.decode(reply.body, type=ErrorReply).error.message
+            if reply.status == HTTPStatus.NOT_FOUND:
+                raise Refused(Code.UNKNOWN_REQUEST, message, field="request_id")
+            raise Refused(Code.INTERNAL_ERROR, message)
+        recalled = msgspec.msgpack.decode(reply.body, type=Recalled)
+        token_ids = array("q")
+        token_ids.frombytes(recalled.token_ids)
+        return Resolution(
+            token_ids, recalled.extra_key, recalled.cache_salt, recalled.prompt_tokens, recalled.dp_rank
+        )
+
+    def _check_vocabulary(self, token_ids: "array[int]") -> None:
+        vocabulary = self.tokenizer_manager.model_config.vocab_size
+        if max(token_ids) >= vocabulary:
+            position = next(i for i, token in enumerate(token_ids) if token >= vocabulary)
+            raise Refused(
+                Code.INVALID_FIELD,
+                f"input_ids[{position}] is {token_ids[position]}, and the vocabulary has {vocabulary} tokens",
+                field="input_ids",
+            )
+
+    def _check_tokenizer(self, field: str) -> None:
+        if self.tokenizer_manager.tokenizer is None:
+            raise Refused(
+                Code.NOT_SUPPORTED,
+                f"{field}: the server runs without a tokenizer: send input_ids",
+                field=field,
+            )
+
+    def _resolve_extra_key(self, extra_key: str | None, lora_path: str | None) -> str | None:
         """The extra key that SGLang gives a request with this extra key and adapter."""
-        if not submit.lora_path:  # as SGLang takes an empty one
-            return submit.extra_key
+        if not lora_path:  # as SGLang takes an empty one
+            return extra_key
         loaded = loaded_adapters(self.tokenizer_manager)
         if loaded is None:
             raise Refused(
                 Code.NOT_SUPPORTED,
-                f"LoRA adapter {submit.lora_path!r} was named, and the server runs without LoRA: start it with "
+                f"LoRA adapter {lora_path!r} was named, and the server runs without LoRA: start it with "
                 "--enable-lora",
                 field="lora_path",
             )
-        lora_id = loaded.get(submit.lora_path)
+        lora_id = loaded.get(lora_path)
         if lora_id is None:
             raise Refused(
                 Code.INVALID_FIELD,
-                f"no LoRA adapter {submit.lora_path!r} is loaded, so no KV of it can be found; loaded are: "
+                f"no LoRA adapter {lora_path!r} is loaded, so no KV of it can be found; loaded are: "
                 f"{', '.join(map(repr, loaded)) or 'none'}",
                 field="lora_path",
             )
-        return (submit.extra_key or "") + lora_id
+        return (extra_key or "") + lora_id
 
     async def _wait(self, request: Request, operation_id: str, wait_s: float) -> HicachePrefetchReqOutput:
         """Long poll: answer when the operation ends, when the time is up, or not at all if the client left."""

@@ -14,7 +14,7 @@ from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.settings import Settings
 from toolgap.sglang import orders
-from toolgap.sglang.internals import Engine, Prefix, metrics_of, prompt_of
+from toolgap.sglang.internals import Engine, Prefix, asked_by, metrics_of, prompt_of, recorded
 from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
@@ -231,12 +231,17 @@ def evict_host(
 
 
 def checkpoint(_result: Any, cache: Any, req: Any, *, up_to: int, **_named: Any) -> None:
-    """After `UnifiedRadixCache.checkpoint`: a request was prefilled, so it is known what it found in the cache."""
+    """After `UnifiedRadixCache.checkpoint`: a request was prefilled, in part or in whole, or has finished."""
     restorer = _restorer
-    if restorer is None or not (restorer.usage or restorer.leases) or restorer.engine.cache is not cache:
+    if restorer is None or restorer.engine.cache is not cache:
         return
     try:
-        restorer.checkpointed(prompt_of(req), req.cached_tokens)
+        if req.finished():
+            restorer.record.add(req.rid, recorded(req))
+        elif restorer.continuations:
+            restorer.continuations.seen(asked_by(req))
+        if restorer.usage or restorer.leases:
+            restorer.checkpointed(prompt_of(req), req.cached_tokens)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "checkpoint")
 

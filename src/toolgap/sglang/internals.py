@@ -5,6 +5,8 @@ what the rest of ``toolgap.sglang`` sees of a scheduler and its cache. Everythin
 scheduler's thread unless it says otherwise.
 """
 
+import asyncio
+import copy
 import hashlib
 import importlib
 import inspect
@@ -16,8 +18,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from toolgap.protocol import Reason, State
+from toolgap.protocol import Api, Reason, State
 from toolgap.sglang.metrics import Metrics
+from toolgap.sglang.record import Recorded
 from toolgap.sglang.storage_calls import StorageCalls
 
 SUPPORTED = ("0.5.23",)
@@ -31,6 +34,8 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _LORA_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
 _RETRIES = "sglang.srt.mem_cache.storage_prefetch.StoragePrefetchRetries"
 _REPLICAS = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 
 INIT_COMMUNICATORS = f"{_TOKENIZER}.init_communicators"
 TOKENIZER_ATTACH = f"{_TOKENIZER}.attach_hicache_storage"
@@ -96,6 +101,9 @@ _HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
         "is_cross_encoder",
     ),
     f"{_LORA_REGISTRY}.get_all_adapters": ("self",),
+    f"{_CHAT}._validate_request": ("self", "request"),
+    f"{_CHAT}._convert_to_internal_request": ("self", "request", "raw_request"),
+    f"{_ANTHROPIC}._convert_to_chat_completion_request": ("self", "anthropic_request"),
     "sglang.srt.entrypoints.http_server.get_global_state": (),
     "sglang.srt.utils.auth.auth_level": ("level",),
     "sglang.srt.utils.auth.decide_request_auth": (
@@ -304,6 +312,80 @@ def loaded_adapters(tokenizer_manager: Any) -> dict[str, str] | None:
     return {name: adapter.lora_id for name, adapter in adapters.items()}
 
 
+class PromptError(ValueError):
+    """SGLang's chat route would refuse a request; ``field`` is the one that is wrong, if it is known."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ChatPrompt(NamedTuple):
+    """What SGLang's chat route makes of a request's body."""
+
+    token_ids: "array[int]"
+    lora_path: str | None
+    has_media: bool
+
+
+class ChatRoute:
+    """In the HTTP process: SGLang's chat routes, as far as they make prompts.
+
+    Args:
+        app: SGLang's FastAPI application, once it has started.
+        tokenizer_manager: SGLang's.
+    """
+
+    def __init__(self, app: Any, tokenizer_manager: Any) -> None:
+        self._app = app
+        self._tokenizer_manager = tokenizer_manager
+
+    async def render(self, api: Api, body: dict[str, Any]) -> ChatPrompt:
+        """The prompt of a request with this body, as its route would make it.
+
+        Raises:
+            PromptError: the route would refuse it.
+        """
+        request = await asyncio.to_thread(self._convert, api, body)
+        token_ids = request.input_ids
+        if token_ids is None:
+            token_ids, _ = await self._tokenizer_manager._tokenize_texts(request.text)
+        has_media = any((request.image_data, request.video_data, request.audio_data))
+        return ChatPrompt(array("q", token_ids), request.lora_path, has_media)
+
+    def _convert(self, api: Api, body: dict[str, Any]) -> Any:
+        from fastapi import HTTPException
+        from pydantic import ValidationError
+        from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+        from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+        chat = self._app.state.openai_serving_chat
+        body = copy.deepcopy(body)  # SGLang's validators write into it
+        try:
+            if api is Api.ANTHROPIC:
+                body = {"model": self._tokenizer_manager.served_model_name, "max_tokens": 1} | body
+                lora_path = body.pop("lora_path", None)
+                message = AnthropicMessagesRequest.model_validate(body)
+                request = self._app.state.anthropic_serving._convert_to_chat_completion_request(message)
+                request.lora_path = lora_path
+            else:
+                request = ChatCompletionRequest.model_validate(body)
+            if problem := chat._validate_request(request):
+                raise PromptError(problem)
+            converted, _ = chat._convert_to_internal_request(request)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            field = str(first["loc"][0]) if first["loc"] else None
+            raise PromptError(f"{first['msg']} (at {place})", field) from None
+        except HTTPException as error:
+            raise PromptError(str(error.detail)) from None
+        except (ValueError, DS32EncodingError) as error:
+            raise PromptError(str(error), getattr(error, "field", None)) from None
+        return converted
+
+
 class Prefix(NamedTuple):
     """Exact token ids from position 0, as ``array('q')``, in their request-level namespace."""
 
@@ -331,6 +413,18 @@ class Prefix(NamedTuple):
 def prompt_of(request: Any) -> Prefix:
     """What a request of SGLang's asks the cache for."""
     return Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
+
+
+def asked_by(request: Any) -> Prefix:
+    """What a request of SGLang's was sent with, without what has been generated since."""
+    return Prefix(request.origin_input_ids, request.extra_key, request.cache_salt)
+
+
+def recorded(request: Any) -> Recorded:
+    """What a request of SGLang's that has finished leaves to be named by."""
+    prompt_ids = request.origin_input_ids
+    token_ids = prompt_ids + request.output_ids_through_stop
+    return Recorded(token_ids, len(prompt_ids), request.extra_key, request.cache_salt)
 
 
 class Match(NamedTuple):

@@ -23,12 +23,31 @@ class Restore(msgspec.Struct, tag=True, kw_only=True):
     lease_s: float | None
     dp_rank: int | None
     """The replica that is meant; None where there is one only."""
+    stable_tokens: int | None
+    """The prefix's first part that was a prompt as it is; None if nobody knows."""
 
 
 class Describe(msgspec.Struct, tag=True, kw_only=True):
     """Report one operation, or all and the engine."""
 
     operation_id: str | None
+
+
+class Recall(msgspec.Struct, tag=True, kw_only=True):
+    """Tell the tokens of a recent request; answered with a :class:`Recalled`."""
+
+    request_id: str
+
+
+class Recalled(msgspec.Struct, kw_only=True):
+    """Reply to a :class:`Recall`, as MessagePack."""
+
+    token_ids: bytes
+    """Native-endian int64, as ``array('q').tobytes()``."""
+    prompt_tokens: int
+    extra_key: str | None
+    cache_salt: str | None
+    dp_rank: int | None
 
 
 class CancelOperation(msgspec.Struct, tag=True, kw_only=True):
@@ -57,7 +76,7 @@ class Decide(msgspec.Struct, tag=True, kw_only=True):
     """Those whose thread to replace."""
 
 
-Order = Restore | Describe | CancelOperation | Quiesce | Decide
+Order = Restore | Describe | Recall | CancelOperation | Quiesce | Decide
 
 
 class HicachePrefetchReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg, misc]

@@ -19,6 +19,7 @@ from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
     Quiesce,
+    Recall,
     Restore,
     decode_order,
 )
@@ -46,6 +47,9 @@ def carry_out(restorer: Restorer, message: HicachePrefetchReqInput) -> HicachePr
                 return _reply(message, overview(restorer))
             case Describe(operation_id=str(operation_id)):
                 return _reply(message, restorer.find(operation_id).status(restorer.clock()))
+            case Recall(request_id=request_id):
+                body = msgspec.msgpack.encode(restorer.recall(request_id))
+                return HicachePrefetchReqOutput(rid=message.rid, status=200, body=body)
             case CancelOperation(operation_id=operation_id):
                 return _reply(message, restorer.cancel(operation_id))
             case Quiesce():

@@ -53,6 +53,11 @@ def that_knows(replies: Sequence[Reply]) -> Reply:
     return max(knowing, key=rank)
 
 
+def first_success(replies: Sequence[Reply]) -> Reply:
+    """Of the replies about something that one replica at most knows, that replica's; otherwise any."""
+    return next((reply for reply in replies if reply.status == 200), replies[0])
+
+
 def first_refusal(replies: Sequence[Reply]) -> Reply:
     """A refusal if any replica refused; otherwise any of the replies, which say the same."""
     return next((reply for reply in replies if reply.status != 200), replies[0])

@@ -37,17 +37,20 @@ from toolgap.protocol import (
     Target,
 )
 from toolgap.settings import Settings
+from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.internals import Engine, Hold, Match, Prefix, cause
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
     Decide,
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
+    Recalled,
     Restore,
     encode_order,
 )
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.pace import Pace
+from toolgap.sglang.record import Record
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
 from toolgap.sglang.usage import Usage
@@ -104,6 +107,8 @@ class Restorer:
         self.stalls = Stalls(engine, calls, metrics, clock)
         self.leases = Leases(engine)
         self.usage = Usage()
+        self.continuations = Continuations(engine.page_tokens)
+        self.record = Record(settings.recorded_tokens)
         self.guarding = False
         """Whether host memory is being allocated for an operation: leases do not give way to those."""
         self.load: Load | None = None
@@ -151,6 +156,7 @@ class Restorer:
             target=order.target,
             lease_s=None if order.lease_s is None else min(order.lease_s, self.settings.max_lease_s),
             dp_rank=order.dp_rank,
+            stable_tokens=order.stable_tokens,
         )
         match = self.engine.match(prefix)
         operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
@@ -160,6 +166,7 @@ class Restorer:
         self._check_room(work, match)
         self.log.accept(operation)
         self.work[operation.operation_id] = work
+        self.continuations.watch(operation, prefix)
         self.metrics.accepted(operation)
         self._pace.quicken(active=bool(self.work))
         self._place(work, match)
@@ -571,6 +578,8 @@ class Restorer:
         self.metrics.ended(operation, self.engine.token_bytes)
         if unused_tokens := sum(self.usage.forget(outcome) for outcome in forgotten):
             self.metrics.wasted(unused_tokens)
+        for outcome in forgotten:
+            self.continuations.forget(outcome)
         logger.info(
             "toolgap: %s %s (%s): requested=%d resident=%d found=%s read=%d inserted=%d joined=%d in %.3f s",
             operation.operation_id,
@@ -644,7 +653,29 @@ class Restorer:
             if self.engine.align(work.prefix.shared_tokens(prefix)) <= known_end_tokens
         ]
 
-    # ---- stopping ----
+    # ---- questions ----
+
+    def recall(self, request_id: str) -> Recalled:
+        """The tokens of a recent request.
+
+        Raises:
+            Refused: 404 if it is not known.
+        """
+        request = self.record.find(request_id)
+        if request is None:
+            raise Refused(
+                Code.UNKNOWN_REQUEST,
+                f"no finished request {request_id!r} is known: {len(self.record)} recent ones are "
+                "(TOOLGAP_RECORDED_TOKENS)",
+                field="request_id",
+            )
+        return Recalled(
+            token_ids=request.token_ids.tobytes(),
+            prompt_tokens=request.prompt_tokens,
+            extra_key=request.extra_key,
+            cache_salt=request.cache_salt,
+            dp_rank=self.engine.dp_rank,
+        )
 
     def find(self, operation_id: str) -> Operation:
         """An active or recent operation.
@@ -660,6 +691,8 @@ class Restorer:
                 field="operation_id",
             )
         return operation
+
+    # ---- stopping ----
 
     def cancel(self, operation_id: str) -> OperationStatus:
         """Stop an operation for a client, or end its lease. Idempotent."""
