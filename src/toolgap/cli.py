@@ -23,6 +23,7 @@ from toolgap import protocol
 from toolgap.bench.cli import app as bench_app
 from toolgap.client import DEFAULT_URL, SubmitFields, Toolgap
 from toolgap.doctor import Finding, Level, has_problem
+from toolgap.hooks.cli import app as hooks_app
 from toolgap.protocol import OperationStatus, Overview, State, Target
 from toolgap.serve import ServeError
 from toolgap.settings import Settings, SettingsError, variable
@@ -510,6 +511,7 @@ def demo(
 
 
 app.add_typer(bench_app)
+app.add_typer(hooks_app)
 
 
 @app.command()
