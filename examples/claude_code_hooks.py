@@ -33,4 +33,4 @@ with ChildServer(COMMAND, f"{RECEIVER}/health", Path(os.devnull)) as receiver:
         httpx.post(f"{RECEIVER}/hooks", json={**event, "hook_event_name": "PostToolUse"})
     httpx.post(f"{RECEIVER}/hooks", json={"session_id": SESSION, "hook_event_name": "SessionEnd"})
 for operation in Toolgap(URL).overview().recent[:2]:
-    print(operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used")
+    print(f"{operation.operation_id}: {operation.state} ({operation.reason}), {operation.used_tokens} used")

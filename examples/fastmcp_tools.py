@@ -3,40 +3,38 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 from fastmcp import Client, Context, FastMCP
-from openai import OpenAI
+from openai import AsyncOpenAI
 
 from toolgap.hooks.fastmcp import ToolgapTools
 
 URL = os.environ.get("TOOLGAP_URL", "http://127.0.0.1:30000")
+MESSAGE: Any = {"role": "user", "content": f"Test this program:\n{Path(__file__).read_text()}"}
+OFFER: Any = {"tools": [{"type": "function", "function": {"name": "run_tests"}}], "tool_choice": "required"}
 server: FastMCP = FastMCP("tests")
 
 
 @server.tool
 async def run_tests(context: Context) -> str:
     """Run the program's tests."""
-    for done in range(1, 5):
-        await (await asyncio.create_subprocess_exec("sleep", "0.3")).wait()
-        await context.report_progress(done, 4)
+    for done in range(4):
+        await asyncio.sleep(0.3)
+        await context.report_progress(done + 1, 4)
     return "4 tests passed"
 
 
-async def call(completion_id: str) -> None:
-    """Call the tool that the completion asked for."""
+async def main() -> None:
+    chat = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none").chat.completions
+    completion = await chat.create(model="default", messages=[MESSAGE], max_tokens=32, **OFFER)
     async with Client(server) as client:
         tools = ToolgapTools(client, URL)
-        tools.answered(completion_id)
+        tools.answered(completion.id)
         print("result:", (await tools.call_tool("run_tests")).data)
-    for operation in tools.restores.operations():
-        print(operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used")
+    print(tools.restores.report())
+            operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used"
+        )
 
 
-completion = OpenAI(base_url=f"{URL}/v1", api_key="none").chat.completions.create(
-    model="default",
-    messages=[{"role": "user", "content": f"Test this program:\n{Path(__file__).read_text()}"}],
-    tools=[{"type": "function", "function": {"name": "run_tests"}}],
-    tool_choice="required",
-    max_tokens=32,
-)
-asyncio.run(call(completion.id))
+asyncio.run(main())

@@ -28,11 +28,11 @@ def one_call(request: Any, handler: Any) -> Any:
     return handler(request.override(tool_choice="required" if len(request.messages) == 1 else "none"))
 
 
-model = ChatOpenAI(base_url=f"{URL}/v1", api_key="none", model="default", temperature=0, max_tokens=64)
+server: Any = {"base_url": f"{URL}/v1", "api_key": "none", "model": "default"}
+model = ChatOpenAI(**server, temperature=0, max_completion_tokens=64)
 prompt = f"You make this program faster:\n{Path(__file__).read_text()}"
 toolgap = ToolgapMiddleware(URL)
 agent = create_agent(model, [benchmark], system_prompt=prompt, middleware=[one_call, toolgap])
 state = agent.invoke({"messages": [{"role": "user", "content": "Benchmark its statement."}]})
 print("answer:", state["messages"][-1].content)
-for operation in toolgap.restores.operations():
-    print(operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used")
+print(toolgap.restores.report())

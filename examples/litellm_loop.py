@@ -33,5 +33,4 @@ for choice in ("required", "none"):
         toolgap.tool_ended(call.id, result)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 print("answer:", messages[-1].get("content"))
-for operation in toolgap.restores.operations():
-    print(operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used")
+print(toolgap.restores.report())

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
 from openai import AsyncOpenAI
 
 from toolgap.hooks.openai_agents import ToolgapRunHooks
 
 URL = os.environ.get("TOOLGAP_URL", "http://127.0.0.1:30000")
+PROMPT = f"You make this program faster:\n{Path(__file__).read_text()}"
 
 
 @function_tool
@@ -23,17 +24,15 @@ async def benchmark(statement: Literal["sorted(range(999))"]) -> str:
 
 
 async def main() -> None:
-    """One turn with a tool call, and the answer to its result."""
-    set_tracing_disabled(disabled=True)
     model = OpenAIChatCompletionsModel("default", AsyncOpenAI(base_url=f"{URL}/v1", api_key="none"))
     settings = ModelSettings(tool_choice="required", temperature=0, max_tokens=64)
-    instructions = f"You make this program faster:\n{Path(__file__).read_text()}"
-    agent = Agent("tuner", instructions=instructions, model=model, tools=[benchmark], model_settings=settings)
+    agent = Agent("tuner", instructions=PROMPT, model=model, tools=[benchmark], model_settings=settings)
     hooks = ToolgapRunHooks(URL)
     result = await Runner.run(agent, "Benchmark its statement.", hooks=hooks)
     print("answer:", result.final_output)
-    for operation in hooks.restores.operations():
-        print(operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used")
+    print(hooks.restores.report())
+            operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used"
+        )
 
 
 asyncio.run(main())

@@ -30,5 +30,4 @@ with tracer.start_as_current_span("invoke_agent", attributes={"gen_ai.operation.
     with tracer.start_as_current_span("execute_tool benchmark", attributes=attributes):
         command = [sys.executable, "-m", "timeit", "sorted(range(999))"]
         print("result:", subprocess.run(command, capture_output=True, text=True).stdout)
-for operation in toolgap.restores.operations():
-    print(operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used")
+print(toolgap.restores.report())

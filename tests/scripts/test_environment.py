@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -239,7 +240,7 @@ def test_missing_tools_are_named_for_a_person(monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_an_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "has_pip", lambda: True)
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert environment.missing_tools(environment.AGENTS) == []
     assert "g++" in {tool.package for tool in environment.missing_tools(environment.ENGINE)}
 

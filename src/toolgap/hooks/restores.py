@@ -8,7 +8,7 @@ import heapq
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple, Self, cast
@@ -155,6 +155,16 @@ class Restores:
         with self._change:
             operations = list(self._sent)
         return [self._client.status(operation) for operation in operations]
+
+    def report(self, timeout_s: float = 60.0) -> str:
+        """What became of every operation, a line each, and how many submits were refused, and why."""
+        lines = [
+            f"{status.operation_id}: {status.state} ({status.reason or 'going on'}), "
+            f"{status.inserted_tokens} of {status.aligned_tokens} tokens restored, {status.used_tokens} used"
+            for status in self.operations(timeout_s)
+        ]
+        refused = [f"{count} refused: {code}" for code, count in self.refusals.items()]
+        return "\n".join([*lines, *refused]) or "no tool was called"
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End every session, and the thread once it has sent that. May be called again."""
