@@ -33,8 +33,6 @@ async def main() -> None:
         tools.answered(completion.id)
         print("result:", (await tools.call_tool("run_tests")).data)
     print(tools.restores.report())
-            operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used"
-        )
 
 
 asyncio.run(main())

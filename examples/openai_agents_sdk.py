@@ -31,8 +31,6 @@ async def main() -> None:
     result = await Runner.run(agent, "Benchmark its statement.", hooks=hooks)
     print("answer:", result.final_output)
     print(hooks.restores.report())
-            operation.operation_id, operation.state, operation.reason, f"{operation.used_tokens} tokens used"
-        )
 
 
 asyncio.run(main())
