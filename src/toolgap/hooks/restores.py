@@ -285,7 +285,7 @@ class Restores:
             self._remember(self._client.cancel(step.operation_id))
 
     def _submit(self, step: Submit) -> None:
-        if step.unless_active is not None and self._is_active(step.unless_active):
+        if any(self._is_active(operation) for operation in step.unless_active):
             return
         for index, name in enumerate(step.names):
             fields = cast("SubmitFields", {**self._fields, **name})

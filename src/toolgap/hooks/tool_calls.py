@@ -25,8 +25,8 @@ class Submit(NamedTuple):
     names: tuple[PrefixFields, ...]
     """Names of the prefix, the most exact one first: the next is for a server that does not know this one."""
     expected_gap_s: float | None = None
-    unless_active: str | None = None
-    """An operation of the same prefix: as long as it reads, there is nothing to submit."""
+    unless_active: tuple[str, ...] = ()
+    """Operations of the same prefix: as long as one of them reads, there is nothing to submit."""
 
 
 class Cancel(NamedTuple):
@@ -72,6 +72,7 @@ class ToolCalls:
         self._open: set[str] = set()
         self._results: dict[str, Message | None] = {}
         self._submitted: tuple[PrefixFields, ...] = ()
+        self._same: list[str] = []
 
     @property
     def open_calls(self) -> frozenset[str]:
@@ -126,16 +127,14 @@ class ToolCalls:
     def _submit(self, expected_gap_s: float | None) -> list[Step]:
         if not self._answer.is_known:
             return []
-        self._submitted = self._names()
-        return [Submit(self._new_operation(), self._submitted, expected_gap_s)]
+        self._submitted, self._same = self._names(), []
+        return self._again(expected_gap_s)
 
     def _again(self, expected_gap_s: float | None) -> list[Step]:
-        before = self._operations[-1]
-        return [Submit(self._new_operation(), self._submitted, expected_gap_s, unless_active=before)]
-
-    def _new_operation(self) -> str:
-        self._operations.append(next(self._ids))
-        return self._operations[-1]
+        same, operation = tuple(self._same), next(self._ids)
+        self._same.append(operation)
+        self._operations.append(operation)
+        return [Submit(operation, self._submitted, expected_gap_s, unless_active=same)]
 
     def _cancel_all(self) -> list[Step]:
         steps: list[Step] = [Cancel(operation) for operation in self._operations]
