@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -399,7 +400,7 @@ def settings_page() -> str:
             code(variable(setting.name)),
             code(
                 str(setting.default).lower()
-                if isinstance(setting.default, bool)
+                if isinstance(setting.default, bool | StrEnum)
                 else f"{setting.default:.12g}"
             ),
             bounds(type(setting.default), setting.metadata),
@@ -426,6 +427,8 @@ def bounds(kind: type, limits: Any) -> str:
     low, high, above = limits["low"], limits["high"], limits["above"]
     if kind is bool:
         return KINDS[kind]
+    if issubclass(kind, StrEnum):
+        return " or ".join(map(code, kind))
     least = f"more than {low:g}" if above else f"at least {low:g}"
     return f"{KINDS[kind]}, {least}" if math.isinf(high) else f"{KINDS[kind]}, {least}, at most {high:g}"
 

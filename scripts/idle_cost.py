@@ -42,9 +42,11 @@ def cost_ns(hook: Callable[..., Any], kind: HookType, *arguments: Any) -> float:
 
 
 def main() -> None:
-    cache, request = SimpleNamespace(), SimpleNamespace(rid="request")
+    cache, request = SimpleNamespace(page_size=1), SimpleNamespace(rid="request")
     engine = Engine(SimpleNamespace(tree_cache=cache))
-    hooks._restorer = Restorer(engine, Settings(), hooks._calls, Metrics(enabled=False, labels={}))
+    hooks._restorer = Restorer(
+        engine, Settings(), hooks._calls, Metrics(enabled=False, labels={}), hooks._meter
+    )
     result = {
         "per_step": {
             "_poll_timeout_aborts": cost_ns(hooks.poll_timeout_aborts, HookType.AFTER, cache),

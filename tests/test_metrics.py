@@ -171,7 +171,7 @@ def test_names_are_as_prometheus_asks() -> None:
         name, kind, text, labels, buckets = metric.value
         assert re.fullmatch(rf"{PREFIX}[a-z_]+[a-z]", name)
         assert name.endswith("_total") == (kind is Kind.COUNTER)
-        assert kind is not Kind.HISTOGRAM or name.endswith(("_seconds", "_bytes_per_second"))
+        assert kind is not Kind.HISTOGRAM or name.endswith(("_seconds", "_bytes_per_second", "_ratio"))
         assert text.endswith(".")
         assert not set(labels) & set(LABELS)
         assert bool(buckets) == (kind is Kind.HISTOGRAM)

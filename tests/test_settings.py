@@ -2,15 +2,17 @@
 
 import math
 from dataclasses import FrozenInstanceError, fields
+from enum import StrEnum
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolgap.settings import PREFIX, Settings, SettingsError, variable
+from toolgap.settings import PREFIX, Admission, Settings, SettingsError, variable
 
-NUMBERS = [field.name for field in fields(Settings) if not isinstance(field.default, bool)]
+NUMBERS = [field.name for field in fields(Settings) if isinstance(field.default, int | float)]
+NUMBERS = [name for name in NUMBERS if not isinstance(getattr(Settings(), name), bool)]
 WHOLE = [name for name in NUMBERS if isinstance(getattr(Settings(), name), int)]
 FRACTIONS = [name for name in NUMBERS if name not in WHOLE]
 
@@ -131,6 +133,7 @@ def test_a_number_must_be_finite(name: str, text: str) -> None:
         ("join_timeout_s", "1e9", 1e9),
         ("stall_timeout_s", "0.001", 0.001),
         ("stop_grace_s", "0", 0.0),
+        ("recorded_tokens", "0", 0),
         ("max_body_bytes", "1024", 1024),
         ("max_body_bytes", str(2**40), 2**40),
         ("reply_timeout_s", "0.5", 0.5),
@@ -171,6 +174,7 @@ def test_values_on_the_bounds_are_read(name: str, text: str, value: float) -> No
         ("stall_timeout_s", "0", "more than 0"),
         ("stall_timeout_s", "-1", "more than 0"),
         ("stop_grace_s", "-0.001", "at least 0"),
+        ("recorded_tokens", "-1", "at least 0"),
         ("max_body_bytes", "1023", "at least 1024"),
         ("reply_timeout_s", "0.0", "more than 0"),
     ],
@@ -193,6 +197,8 @@ def _values(field: Any) -> st.SearchStrategy[Any]:
     low, high, above = field.metadata["low"], field.metadata["high"], field.metadata["above"]
     if isinstance(field.default, bool):
         return st.booleans()
+    if isinstance(field.default, StrEnum):
+        return st.sampled_from(type(field.default))
     if isinstance(field.default, int):
         return st.integers(low, min(high, 2**60))
     return st.floats(low, None if math.isinf(high) else high, exclude_min=above, allow_infinity=False)
@@ -222,10 +228,17 @@ def test_arbitrary_text_is_read_within_bounds_or_refused_by_name(name: str, text
     else:
         field = next(field for field in fields(Settings) if field.name == name)
         assert type(value) is type(field.default)
+        if isinstance(value, StrEnum):
+            return
         assert field.metadata["low"] <= value <= field.metadata["high"]
         assert not field.metadata["above"] or value > field.metadata["low"]
         return
     assert error.startswith(f"{variable(name)}=")
+
+
+def test_a_choice_is_read_in_either_case_and_anything_else_is_told_what_there_is() -> None:
+    assert read("admission", "Report") is Admission.REPORT
+    assert complaint("admission", "off") == "TOOLGAP_ADMISSION='off': write decline or report"
 
 
 def test_a_number_of_hundreds_of_digits_is_refused_by_name() -> None:

@@ -38,7 +38,9 @@ def test_a_request_uses_what_it_shares_and_found_in_the_cache() -> None:
     assert usage.used_by(prefix(*range(6), salt="x"), 6) == []
     [use] = usage.used_by(prefix(0, 1, 2, 3, 4, 7, 8), 7)
     assert (use.tokens, use.saved_s, restored.used_tokens) == (3, 1.5, 3)
-    assert usage.used_by(prefix(*range(6)), 6) == []  # the first use counts
+    assert usage.used_by(prefix(0, 1, 2, 3, 4, 7, 8), 7) == []  # the first use counts
+    [rest] = usage.used_by(prefix(*range(6)), 6)
+    assert (rest.tokens, rest.saved_s, restored.used_tokens) == (1, 0.5, 4)
     assert not usage
 
 

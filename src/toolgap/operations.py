@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from toolgap.protocol import Divergence, OperationStatus, Reason, State, Target
+from toolgap.protocol import Divergence, Estimate, OperationStatus, Reason, State, Target
 
 _STEPS: dict[State, frozenset[State]] = {
     # A read that another one leads may fall back to asking storage itself.
@@ -75,6 +75,10 @@ class Operation:
     queried_at: float | None = None
     first_read_at: float | None = None
     read_at: float | None = None
+    used_at: float | None = None
+    """When a request first used what it had inserted."""
+    estimate: Estimate | None = None
+    """What was expected at submission."""
 
     def status(self, now: float) -> OperationStatus:
         """What a client is told."""
@@ -106,6 +110,8 @@ class Operation:
             lease_s=self.lease_s,
             leased_tokens=self.leased_tokens,
             used_tokens=self.used_tokens,
+            used_after_s=self._since_acceptance(self.used_at),
+            estimate=self.estimate,
             stable_tokens=self.stable_tokens,
             expected_tokens=None
             if self.stable_tokens is None

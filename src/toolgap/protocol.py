@@ -578,6 +578,12 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     ] = 0
     leased_tokens: Annotated[int, Meta(description="Host memory that leases hold.")] = 0
     max_leased_tokens: Annotated[int, Meta(description="Host memory that leases may hold.")] = 0
+    restore_tokens_per_s: Annotated[
+        float | None, Meta(description="How fast this storage backend is read; null until measured.")
+    ] = None
+    prefill_tokens_per_s: Annotated[
+        float | None, Meta(description="How fast a prompt is computed; null until measured.")
+    ] = None
 
 
 class Overview(msgspec.Struct, kw_only=True):

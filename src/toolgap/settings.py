@@ -7,6 +7,7 @@ reaches every process; ``toolgap serve`` sets it from flags.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any, Self
 
 PREFIX = "TOOLGAP_"
@@ -14,6 +15,13 @@ PREFIX = "TOOLGAP_"
 
 class SettingsError(ValueError):
     """A ``TOOLGAP_*`` variable has a value that cannot be used; the text names it."""
+
+
+class Admission(StrEnum):
+    """What follows from the estimate of a restore."""
+
+    DECLINE = "decline"
+    REPORT = "report"
 
 
 def _setting(
@@ -55,6 +63,11 @@ class Settings:
         0.25, "Share of host memory (L2) that leases may hold; 0 refuses leases.", high=1
     )
     max_lease_s: float = _setting(600.0, "Longest lease.", above=True, high=86400)
+    admission: Admission = _setting(  # noqa: RUF009 - as immutable as a number
+        Admission.DECLINE,
+        "What follows from the estimate of a restore: `decline` refuses one that is not worth it, or that would evict "
+        "restored KV whose continuation is expected earlier; `report` refuses neither.",
+    )
     join: bool = _setting(True, "Whether a request that needs pages an operation is reading waits for them.")
     join_timeout_s: float = _setting(
         0.0, "Longest such wait; 0 takes SGLang's own budget for a storage read of that length."
@@ -122,7 +135,12 @@ _BOOLEANS = {
 }
 
 
-def _parse(name: str, text: str, kind: type, bounds: Mapping[str, Any]) -> bool | int | float:
+def _parse(name: str, text: str, kind: type, bounds: Mapping[str, Any]) -> bool | int | float | StrEnum:
+    if issubclass(kind, StrEnum):
+        try:
+            return kind(text.lower())
+        except ValueError:
+            raise SettingsError(f"{variable(name)}={text!r}: write {' or '.join(kind)}") from None
     if kind is bool:
         if text.lower() not in _BOOLEANS:
             raise SettingsError(f"{variable(name)}={text!r}: write true or false")

@@ -1,13 +1,11 @@
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, Server
+from harness import PATIENT, Prompt, Server
 
 from toolgap.cpu.model import build_tiny_model
-
-Prompt = Callable[[int], list[int]]
 
 
 @pytest.fixture(scope="session")

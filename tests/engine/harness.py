@@ -23,6 +23,9 @@ from toolgap.protocol import EngineStatus, OperationStatus
 
 T = TypeVar("T")
 
+Prompt = Callable[[int], list[int]]
+"""Makes a prompt of so many tokens that no other test uses."""
+
 PROBE = Path(__file__).parent / "probe"
 ADMIN_KEY = "the-admin-key"
 PAGE = 16
@@ -326,7 +329,14 @@ class Server:
 
     def flush(self) -> None:
         """Drop L1 and L2; L3 stays. Refused by SGLang while backups are pending, so repeated."""
-        until("the cache is flushed", lambda: self.http.post("/flush_cache").status_code == 200)
+        until("the cache is flushed", self._flushed)
+
+    def _flushed(self) -> bool:
+        if self.http.post("/flush_cache").status_code != 200:
+            return False
+        # With several replicas SGLang answers with the first one's success.
+        engines = self.engines() if self.ranks > 1 else []
+        return all(engine.host_free_tokens == engine.host_total_tokens for engine in engines[1:] and engines)
 
     def store(self, input_ids: list[int], **fields: Any) -> Answer:
         """Bring a prompt's KV into L3, and into L3 only."""

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server
+from harness import PAGE, Prompt, Server
 
 pytestmark = pytest.mark.engine
 

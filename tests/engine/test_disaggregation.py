@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import ADMIN_KEY, PAGE, Answer, Server, until
+from harness import ADMIN_KEY, PAGE, Answer, Prompt, Server, until
 
 from toolgap import doctor
 from toolgap.childserver import free_port

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, Prompt, Server, until
 
 from toolgap.client import ToolgapError
 from toolgap.protocol import OperationStatus, Reason, State
@@ -44,7 +43,7 @@ def test_while_storage_is_asked(
     prefix = prompt(40 * PAGE)
     recomputed = server.store(prefix + [5])
     with server.probe.hold("exists") as wait_until_held:
-        operation_id = server.toolgap.submit(input_ids=prefix, ttl_s=ttl_s).operation_id
+        operation_id = server.toolgap.submit(input_ids=prefix, ttl_s=ttl_s, force=True).operation_id
         wait_until_held()
         ending(server, operation_id)
         outcome = server.ended(operation_id)  # though the query has not returned
@@ -60,7 +59,7 @@ def test_while_pages_are_read(
     prefix = prompt(300 * PAGE)
     recomputed = server.store(prefix + [5])
     with server.probe.hold("get") as wait_until_held:
-        operation_id = server.toolgap.submit(input_ids=prefix, ttl_s=ttl_s).operation_id
+        operation_id = server.toolgap.submit(input_ids=prefix, ttl_s=ttl_s, force=True).operation_id
         wait_until_held()
         ending(server, operation_id)
         assert server.toolgap.status(operation_id).stopping
@@ -91,7 +90,7 @@ def test_expiry_does_not_cut_a_read_that_a_request_waits_for(server: Server, pro
     prefix = prompt(160 * PAGE)
     server.store(prefix + [5])
     with server.probe.hold("get") as wait_until_held:
-        operation_id = server.toolgap.submit(input_ids=prefix, ttl_s=4).operation_id
+        operation_id = server.toolgap.submit(input_ids=prefix, ttl_s=4, force=True).operation_id
         wait_until_held()
         continuation = threading.Thread(target=server.generate, args=(prefix + [5],))
         continuation.start()

@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, PATIENT, Server, joined, until
+from harness import PAGE, PATIENT, Prompt, Server, joined, until
 
 from toolgap.cpu.model import build_tiny_latent_model, build_tiny_window_model
 from toolgap.protocol import OperationStatus, Reason, State

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, Prompt, Server, until
 
 from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State

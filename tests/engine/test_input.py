@@ -5,8 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server
+from harness import PAGE, Prompt, Server
 
 from toolgap.protocol import PATH, Code
 
@@ -28,6 +27,8 @@ IDS = [1, 2, 3]
         ({"action": "submit", "input_ids": []}, Code.INVALID_FIELD, "input_ids"),
         ({"action": "submit", "input_ids": "1 2"}, Code.INVALID_FIELD, "input_ids"),
         ({"action": "submit", "input_ids": [1, "2"]}, Code.INVALID_FIELD, "input_ids[1]"),
+        ({"action": "submit", "input_ids": IDS, "request_id": "a"}, Code.INVALID_FIELD, "input_ids"),
+        ({"action": "resolve"}, Code.INVALID_FIELD, "input_ids"),
         ({"action": "submit", "input_ids": [1, 2.5]}, Code.INVALID_FIELD, "input_ids[1]"),
         ({"action": "submit", "input_ids": [True]}, Code.INVALID_FIELD, "input_ids[0]"),
         ({"action": "submit", "input_ids": [-1]}, Code.INVALID_FIELD, "input_ids[0]"),
@@ -63,8 +64,7 @@ def test_malformed_calls_are_refused_and_the_field_is_named(
     ("field", "names"),
     [
         ("image_data", "multimodal"),
-        ("messages", "messages"),
-        ("request_id", "earlier request"),
+        ("audio_data", "multimodal"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(server: Server, field: str, names: str) -> None:

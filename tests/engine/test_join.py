@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server, joined, until
+from harness import PAGE, Prompt, Server, joined, until
 
 from toolgap.protocol import Reason, State
 

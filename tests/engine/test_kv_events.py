@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from conftest import Prompt
-from harness import DEADLINE_S, PAGE, Server, until
+from harness import DEADLINE_S, PAGE, Prompt, Server, until
 
 from toolgap.childserver import free_port
 from toolgap.protocol import State

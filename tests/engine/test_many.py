@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, PATIENT, Server, until
+from harness import PAGE, PATIENT, Prompt, Server, until
 
 from toolgap.protocol import Code, Reason, State
 
@@ -123,7 +122,7 @@ def test_turns_go_by_deadline_then_by_arrival(server: Server, prompt: Prompt) ->
         first = server.toolgap.submit(input_ids=prefixes[0], expected_gap_s=500).operation_id
         wait_until_held()
         late, none, soon, soon_too = (
-            server.toolgap.submit(input_ids=prefix, expected_gap_s=gap_s)
+            server.toolgap.submit(input_ids=prefix, expected_gap_s=gap_s, force=True)
             for prefix, gap_s in zip(prefixes[1:], (100.0, None, 1.0, 50.0), strict=True)
         )
         assert all(status.queued for status in (late, none, soon, soon_too))
@@ -138,7 +137,7 @@ def test_a_small_urgent_restore_gets_in_between_a_large_ones_pieces(server: Serv
     with server.probe.hold("get") as wait_until_held:
         first = server.toolgap.submit(input_ids=large, expected_gap_s=100).operation_id
         wait_until_held()
-        second = server.toolgap.submit(input_ids=small, expected_gap_s=1).operation_id
+        second = server.toolgap.submit(input_ids=small, expected_gap_s=1, force=True).operation_id
     assert order_of_ends(server, first, second) == [second, first]
     assert set(server.probe.reads.values()) == {1}
 
@@ -151,7 +150,7 @@ def test_an_operation_that_a_request_waits_for_comes_first(server: Server, promp
         with server.probe.hold("exists") as wait_until_held:
             running = server.toolgap.submit(input_ids=prefixes[0]).operation_id
             wait_until_held()
-            urgent = server.toolgap.submit(input_ids=prefixes[1], expected_gap_s=1).operation_id
+            urgent = server.toolgap.submit(input_ids=prefixes[1], expected_gap_s=1, force=True).operation_id
             awaited = server.toolgap.submit(input_ids=prefixes[2], expected_gap_s=100).operation_id
             continuation = pool.submit(server.generate, prefixes[2] + [5])
             until("the continuation joined", lambda: server.toolgap.status(awaited).joined_requests)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, Prompt, Server, until
 from safetensors.numpy import save_file
 
 from toolgap.protocol import Code, Reason, State

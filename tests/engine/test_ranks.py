@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Prompt
-from harness import PAGE, PATIENT, Server, until
+from harness import PAGE, PATIENT, Prompt, Server, until
 
+from toolgap.admission import Rates
 from toolgap.client import ToolgapError
 from toolgap.protocol import Code, Reason, State
 
@@ -113,6 +113,30 @@ def test_the_continuation_is_served_from_host_memory(ranks: Server, prompt: Prom
         assert set(ranks.probe.reads_of(rank).values()) == {1}
 
 
+@SHARDED
+def test_every_rank_declines_what_is_slow_on_one(ranks: Server, prompt: Prompt) -> None:
+    """Only one rank measures, and what it tells the others is what all of them decide by."""
+    prefix = prompt(40 * PAGE)
+    ranks.store(prefix + [5])
+    for _ in range(5):
+        ranks.probe.delay("get", 0.05, rank=1)
+        ranks.ended(ranks.toolgap.submit(input_ids=prefix, force=True).operation_id)
+        ranks.states()
+        ranks.flush()
+
+    def declined() -> bool:
+        reply = ranks.call(action="submit", input_ids=prefix, expected_gap_s=0.001)
+        return bool(reply.json().get("error", {}).get("code") == Code.NOT_WORTHWHILE)
+
+    until("the restore is declined", declined)
+    assert ranks.states()[0]["agreed"]["rates"] != str(Rates())
+    assert ranks.toolgap.overview().active == []
+    accepted = ranks.toolgap.submit(input_ids=prefix)
+    assert accepted.estimate is not None
+    assert accepted.estimate.restore_s > 40 * 0.05 / 2
+    assert ranks.ended(accepted.operation_id).state is State.RESTORED
+
+
 @EVERY_SHAPE
 @pytest.mark.parametrize("rank", [0, 1, None])
 @pytest.mark.parametrize("call", ["exists", "get"])
@@ -188,7 +212,7 @@ def test_one_ranks_clock_expires_an_operation_for_all(ranks: Server, prompt: Pro
     prefix = prompt(300 * PAGE)
     ranks.store(prefix + [5])
     with ranks.probe.hold("get", 1) as wait_until_held:
-        operation_id = ranks.toolgap.submit(input_ids=prefix, ttl_s=0.2).operation_id
+        operation_id = ranks.toolgap.submit(input_ids=prefix, ttl_s=0.2, force=True).operation_id
         wait_until_held()
         until("its TTL passed", lambda: ranks.toolgap.status(operation_id).stopping)
         ranks.states()
@@ -327,7 +351,7 @@ def test_many_submits_and_cancels_end_alike_on_every_rank(ranks: Server, prompt:
         with contextlib.suppress(ToolgapError):  # a parent on the device only, or over a limit: refused alike
             operation_ids.append(
                 ranks.toolgap.submit(
-                    input_ids=generator.choice(prefixes), ttl_s=generator.choice([0.05, 600])
+                    input_ids=generator.choice(prefixes), ttl_s=generator.choice([0.05, 600]), force=True
                 ).operation_id
             )
         if operation_ids and generator.random() < 0.5:
@@ -373,7 +397,40 @@ def test_ranks_agree_on_the_namespace_after_an_update_of_the_weights(ranks: Serv
     assert (answer.sources, answer.output_ids) == ((0, 40 * PAGE, 0), recomputed.output_ids)
 
 
+@SHARDED
+def test_a_request_that_several_ranks_served_names_a_prefix(ranks: Server, prompt: Prompt) -> None:
+    prefix = prompt(40 * PAGE)
+    answer = ranks.generate(prefix, tokens=2 * PAGE, rid="turn")
+    assert ranks.toolgap.resolve(request_id="turn").token_ids == prefix + answer.output_ids
+    ranks.flush()
+    outcome = ranks.ended(ranks.toolgap.submit(request_id="turn").operation_id)
+    assert (outcome.stable_tokens, outcome.expected_tokens) == (40 * PAGE, 2 * PAGE)
+    assert outcome.inserted_tokens == 41 * PAGE
+    ranks.generate([*prefix, *answer.output_ids[:20], 5])
+    left = ranks.toolgap.status(outcome.operation_id)
+    assert (left.used_tokens, left.first_divergent_token) == (41 * PAGE, 40 * PAGE + 20)
+    ranks.states()
+
+
 # ---- replicas ----
+
+
+@APART
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_request_names_its_replica_unless_the_submit_does(
+    ranks: Server, prompt: Prompt, replica: int
+) -> None:
+    prefix = prompt(40 * PAGE)
+    ranks.generate(prefix, rid=f"of-{replica}", routed_dp_rank=replica)
+    ranks.flush()
+    there = ranks.ended(ranks.toolgap.submit(request_id=f"of-{replica}").operation_id)
+    assert (there.dp_rank, there.inserted_tokens) == (replica, 40 * PAGE), there
+    moved = ranks.toolgap.submit(request_id=f"of-{replica}", routed_dp_rank=1 - replica)
+    elsewhere = ranks.ended(moved.operation_id)
+    assert (elsewhere.dp_rank, elsewhere.inserted_tokens) == (1 - replica, 40 * PAGE)
+    with pytest.raises(ToolgapError) as refused:
+        ranks.toolgap.submit(request_id="of-nobody")
+    assert refused.value.error.code is Code.UNKNOWN_REQUEST
 
 
 @APART

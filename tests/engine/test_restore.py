@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server
+from harness import PAGE, Prompt, Server
 
 from toolgap.protocol import Reason, State
 

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Prompt
-from harness import PAGE, Server, until
+from harness import PAGE, Prompt, Server, until
 
 from toolgap.client import ToolgapUnreachable
 from toolgap.protocol import Code, State

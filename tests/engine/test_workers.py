@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from conftest import Prompt
-from harness import ADMIN_KEY, DEADLINE_S, PAGE, Server, until
+from harness import ADMIN_KEY, DEADLINE_S, PAGE, Prompt, Server, until
 
 from toolgap import doctor
 from toolgap.protocol import MAX_WAIT_S, PATH, Code, OperationStatus, Reason, State
@@ -113,6 +112,21 @@ def test_what_one_worker_restores_all_know_of(
     continuation = server.generate(prefix + [5])
     assert continuation.sources == (0, PAGES * PAGE, 0)
     assert continuation.output_ids == recomputed.output_ids
+
+
+def test_any_worker_names_prefixes_by_messages_and_by_a_request_of_another(
+    server: Server, workers: tuple[Worker, Worker]
+) -> None:
+    messages = [{"role": "user", "content": "Which files are in this folder? " * 60}]
+    body = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0}
+    for served, asked in (workers, workers[::-1]):
+        completion = served.http.post("/v1/chat/completions", json=body).json()
+        server.flush()
+        by_request = asked.call(action="submit", request_id=completion["id"])
+        outcome = asked.call(action="status", operation_id=by_request.operation_id, wait_s=MAX_WAIT_S)
+        by_messages = asked.call(action="submit", messages=messages)
+        assert (outcome.stable_tokens, outcome.expected_tokens) == (by_messages.requested_tokens, 4)
+        assert outcome.inserted_tokens == by_messages.resident_tokens == by_messages.aligned_tokens > 0
 
 
 def test_a_long_poll_ends_with_an_operation_that_another_worker_submitted(

@@ -4,14 +4,33 @@ import time
 
 from toolgap.bench.arms import Arm
 from toolgap.bench.plan import OUTPUT_TOKENS, Cell
-from toolgap.bench.records import Trial
-from toolgap.bench.stage import RESTORE_DEADLINE_S, Background, Stage, fresh_salt
+from toolgap.bench.records import Asked, Trial
+from toolgap.bench.stage import RESTORE_DEADLINE_S, Background, Prompt, Stage, fresh_salt
 from toolgap.bench.validity import COUNTERS, PREFETCHED, judge
+from toolgap.client import ToolgapError
 from toolgap.protocol import Target
 
+NO_GAP_S = 1e-3
+"""Stands for no gap in a submit, which takes none of 0."""
 
-def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float | None = None) -> Trial:
-    """Play one trial, and leave the stage as it was."""
+
+def play(
+    stage: Stage,
+    cell: Cell,
+    round_number: int,
+    restore_estimate_ms: float | None = None,
+    *,
+    ask: bool = False,
+) -> Trial:
+    """Play one trial, and leave the stage as it was.
+
+    Args:
+        stage: A running server.
+        cell: What to play.
+        round_number: Names the prompt.
+        restore_estimate_ms: How long a restore takes, for cells that come at a share of it.
+        ask: Whether the server is asked if it would restore, before it is made to.
+    """
     arm = Arm(cell.arm)
     prompt = stage.prompt(round_number, cell.prompt_tokens)
     whole = len(prompt.prefix_ids)
@@ -31,10 +50,14 @@ def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float
         gap_s = cell.percent / 100 * restore_estimate_ms / 1e3
 
     began_ts, called_s = time.time(), time.perf_counter()
-    operation_id = submit_ms = warm_up = None
+    operation_id = submit_ms = warm_up = asked = None
     if arm in (Arm.AHEAD, Arm.AHEAD_DEVICE):
         target = Target.DEVICE if arm is Arm.AHEAD_DEVICE else None
-        operation_id = stage.toolgap.submit(input_ids=prompt.prefix_ids, target=target).operation_id
+        operation_id, asked = _ask(stage, prompt, gap_s) if ask else (None, None)
+        if operation_id is None:
+            operation_id = stage.toolgap.submit(
+                input_ids=prompt.prefix_ids, target=target, force=True
+            ).operation_id
         submit_ms = (time.perf_counter() - called_s) * 1e3
     elif arm is Arm.WARM_UP:
         warm_up = Background(lambda: stage.engine.generate(prompt.prefix_ids, max_new_tokens=1))
@@ -86,10 +109,23 @@ def play(stage: Stage, cell: Cell, round_number: int, restore_estimate_ms: float
         operation=operation,
         warm_up=warmed,
         restore_estimate_ms=restore_estimate_ms,
+        asked=asked,
     )
     trial.invalid = judge(trial)
     stage.settle()
     return trial
+
+
+def _ask(stage: Stage, prompt: Prompt, gap_s: float) -> tuple[str | None, Asked]:
+    """Submit as an agent would; the operation's id if it was admitted, and what the server said."""
+    try:
+        operation = stage.toolgap.submit(
+            input_ids=prompt.prefix_ids, expected_gap_s=max(gap_s, NO_GAP_S), retry_for_s=0
+        )
+    except ToolgapError as refusal:
+        error = refusal.error
+        return None, Asked(admitted=False, code=error.code, estimate=error.estimate)
+    return operation.operation_id, Asked(admitted=True, estimate=operation.estimate)
 
 
 def _ms(seconds: float) -> float:

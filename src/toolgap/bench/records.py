@@ -5,7 +5,17 @@ from typing import Any
 import msgspec
 
 from toolgap.bench.plan import Cell
-from toolgap.protocol import OperationStatus
+from toolgap.protocol import Estimate, OperationStatus
+
+
+class Asked(msgspec.Struct, kw_only=True):
+    """What the server said to a submit that named the gap and forced nothing."""
+
+    admitted: bool
+    code: str | None = None
+    """Why not."""
+    estimate: Estimate | None = None
+    """What it expected; None if it had measured too little."""
 
 
 class Trial(msgspec.Struct, kw_only=True):
@@ -52,6 +62,8 @@ class Trial(msgspec.Struct, kw_only=True):
     """The warm-up request: its TTFT, what it found where, and whether it had ended."""
     restore_estimate_ms: float | None = None
     """Recipe ``early-return``: the time of a restore, measured before the trials."""
+    asked: Asked | None = None
+    """Recipe ``admission``: what the server decided, before the restore was forced if it declined."""
     invalid: list[str] = []
     """Which validity rules did not hold. Such a trial is in no median."""
 

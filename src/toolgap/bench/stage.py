@@ -142,7 +142,9 @@ class Stage:
 
     def restored(self, prefix_ids: Sequence[int]) -> OperationStatus:
         """Restore a prefix and wait for the outcome."""
-        return self.toolgap.wait(self.toolgap.submit(input_ids=prefix_ids).operation_id, RESTORE_DEADLINE_S)
+        return self.toolgap.wait(
+            self.toolgap.submit(input_ids=prefix_ids, force=True).operation_id, RESTORE_DEADLINE_S
+        )
 
     def prepare_page_cache(self, pages: Iterable[Path]) -> float | None:
         """Make the page cache what the plan says; the share of these files that it then holds."""

@@ -331,13 +331,16 @@ class Frontend:
         named = await self._resolve(submit)
         dp_rank = named.dp_rank if submit.routed_dp_rank is None else submit.routed_dp_rank
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
+        gap_s = ttl_s if submit.expected_gap_s is None else submit.expected_gap_s
         order = Restore(
             operation_id=submit.operation_id or new_operation_id(),
             extra_key=named.extra_key,
             cache_salt=named.cache_salt,
             ttl_s=ttl_s,
             namespace=submit.namespace,
-            deadline_ts=time.time() + (ttl_s if submit.expected_gap_s is None else submit.expected_gap_s),
+            deadline_ts=time.time() + gap_s,
+            gap_s=gap_s,
+            force=bool(submit.force),
             target=submit.target or Target.HOST,
             lease_s=submit.lease_s,
             dp_rank=replicas.check_replica(dp_rank, internals.replicas()),

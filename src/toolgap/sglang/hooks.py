@@ -5,6 +5,7 @@ Toolgap's reach SGLang's loop.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,21 @@ from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.settings import Settings
 from toolgap.sglang import orders
-from toolgap.sglang.internals import Engine, Prefix, asked_by, metrics_of, prompt_of, recorded
+from toolgap.sglang.internals import (
+    Engine,
+    Prefix,
+    asked_by,
+    metrics_of,
+    prefill_batch,
+    prompt_of,
+    recorded,
+    span_of,
+)
 from toolgap.sglang.messages import (
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
 )
+from toolgap.sglang.rates import Meter
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.storage_calls import StorageCalls
 
@@ -29,6 +40,7 @@ _MARKER = "toolgap"
 
 _restorer: Restorer | None = None
 _calls = StorageCalls()
+_meter = Meter()
 _settings = Settings()
 _unready: Callable[[], list[str]] = list
 
@@ -59,7 +71,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
         return
     engine = Engine(scheduler)
     engine.agree_on_start()
-    _restorer = Restorer(engine, _settings, _calls, metrics_of(scheduler))
+    _restorer = Restorer(engine, _settings, _calls, metrics_of(scheduler), _meter)
     scheduler._request_dispatcher += TypeBasedDispatcher([(HicachePrefetchReqInput, take_order)])
 
 
@@ -96,7 +108,7 @@ def get_replicas_init_info(info: dict[str, Any], controller: Any) -> dict[str, A
 def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | None:
     """After `Scheduler._poll_timeout_aborts`: let one rank's clock decide for all ranks."""
     restorer = _restorer
-    if restorer is None or restorer.idle:
+    if restorer is None or (restorer.idle and not _meter.changed):
         return None
     try:
         decision = restorer.decide()
@@ -259,9 +271,34 @@ def ready_to_load(original: Callable[..., int], cache: Any) -> int:
     return index if pending is None else pending
 
 
-def call_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
-    """Around the two methods that call storage, in their threads: know which calls are running."""
-    return _calls.around(original, controller, operation)
+def ask_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around `HybridCacheController._storage_hit_query`, in its thread: know that it is running, and how long."""
+    began_s = time.monotonic()
+    result = _calls.around(original, controller, operation)
+    _meter.storage_asked(time.monotonic() - began_s)
+    return result
+
+
+def read_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around `HybridCacheController._page_transfer`, in its thread: know that it is running, and how fast."""
+    began_s = time.monotonic()
+    result = _calls.around(original, controller, operation)
+    _meter.storage_read(*span_of(controller, operation), began_s, time.monotonic())
+    return result
+
+
+def prefilled(_result: Any, _owner: Any, batch: Any, _batch_result: Any) -> None:
+    """After a prefill batch's result was processed: measure how fast prompts are computed."""
+    restorer = _restorer
+    if restorer is None:
+        return
+    try:
+        if (computed := prefill_batch(batch)) is None:
+            _meter.not_measured(time.perf_counter())
+        else:
+            _meter.prefilled(*computed, time.perf_counter())
+    except Exception:  # noqa: BLE001 - an exception here would end the scheduler
+        _fault(restorer, "the measurement of a prefill")
 
 
 # ---- changes of the engine ----
@@ -304,7 +341,7 @@ def change_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) 
     _quiesce(Reason.STORAGE_REPLACED)
     output = original(scheduler, recv_req)
     if _restorer is not None and output.success:
-        _restorer.validity.storage_changed(cleared=False)
+        _restorer.storage_changed(cleared=False)
     return output
 
 
@@ -317,7 +354,7 @@ def clear_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
 def storage_cleared(cleared: bool, _cache: Any) -> None:  # noqa: FBT001 - SGLang's result
     """After `UnifiedRadixCache.clear_storage_backend`, the only one that tells whether it was cleared."""
     if _restorer is not None and cleared:
-        _restorer.validity.storage_changed(cleared=True)
+        _restorer.storage_changed(cleared=True)
 
 
 def weight_version_changed(_result: Any, _scheduler: Any, new_version: str | None) -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _LORA_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
 _RETRIES = "sglang.srt.mem_cache.storage_prefetch.StoragePrefetchRetries"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _REPLICAS = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
@@ -76,6 +77,8 @@ READY_TO_LOAD = f"{_CACHE}.ready_to_load_host_cache"
 RATE_LIMITED = f"{_BASE_CONTROLLER}.prefetch_rate_limited"
 QUERY_STORAGE = f"{_CONTROLLER}._storage_hit_query"
 READ_STORAGE = f"{_CONTROLLER}._page_transfer"
+PREFILLED = f"{_RESULTS}.process_batch_result_prefill"
+PREFILLED_FOR_DECODE = f"{_SCHEDULER}.process_batch_result_disagg_prefill"
 
 _HTTP_SIGNATURES: dict[str, tuple[str, ...]] = {
     INIT_COMMUNICATORS: ("self",),
@@ -166,6 +169,8 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
     RATE_LIMITED: ("self",),
     QUERY_STORAGE: ("self", "operation"),
     READ_STORAGE: ("self", "operation"),
+    PREFILLED: ("self", "batch", "result"),
+    PREFILLED_FOR_DECODE: ("self", "batch", "result"),
     f"{_BASE_CONTROLLER}.terminate_prefetch": ("self", "operation"),
     f"{_RETRIES}.cancel": ("self", "req_id"),
 }
@@ -415,6 +420,33 @@ def prompt_of(request: Any) -> Prefix:
     return Prefix(request.full_untruncated_fill_ids, request.extra_key, request.cache_salt)
 
 
+class PrefillBatch(NamedTuple):
+    """A batch of prefills that was computed."""
+
+    tokens: int
+    """New ones."""
+    pairs: float
+    """Of a new token and one that it attends to."""
+    launched_s: float
+    """When the last of its requests was scheduled, by `time.perf_counter`; chunks but the first are so later."""
+
+
+def prefill_batch(batch: Any) -> PrefillBatch | None:
+    """What SGLang has computed; None if some of its requests' KV was loaded from host memory meanwhile."""
+    requests = batch.reqs
+    if not requests or any(
+        request.cached_tokens_host or request.cached_tokens_storage for request in requests
+    ):
+        return None
+    return PrefillBatch(
+        sum(batch.extend_lens),
+        sum(
+            new * (before + new / 2) for new, before in zip(batch.extend_lens, batch.prefix_lens, strict=True)
+        ),
+        max(request.time_stats.last_forward_entry_time for request in requests),
+    )
+
+
 def asked_by(request: Any) -> Prefix:
     """What a request of SGLang's was sent with, without what has been generated since."""
     return Prefix(request.origin_input_ids, request.extra_key, request.cache_salt)
@@ -425,6 +457,14 @@ def recorded(request: Any) -> Recorded:
     prompt_ids = request.origin_input_ids
     token_ids = prompt_ids + request.output_ids_through_stop
     return Recorded(token_ids, len(prompt_ids), request.extra_key, request.cache_salt)
+
+
+def span_of(controller: Any, operation: Any) -> tuple[int, Callable[[], int]]:
+    """What a storage call has just read, in its thread: tokens it should have, and what says those it has.
+
+    SGLang's scheduler counts what was read a step or more later, once all ranks have it.
+    """
+    return len(operation.hash_value) * int(controller.page_size), lambda: int(operation.completed_tokens)
 
 
 class Match(NamedTuple):
@@ -599,6 +639,17 @@ class Engine:
     def prefetch_occupied_tokens(self) -> int:
         """Spans of all reads in flight, the operations' among them."""
         return int(getattr(self.cache.cache_controller, "prefetch_tokens_occupied", 0))
+
+    @property
+    def prefill_chunk_tokens(self) -> int | None:
+        """Longest part of a prompt that one batch computes; None if prompts are not cut."""
+        tokens: int | None = self.scheduler.chunked_prefill_size
+        return tokens
+
+    @property
+    def ordinary_reads_tokens(self) -> int:
+        """Spans of ordinary requests' reads in flight. Agreed by all ranks."""
+        return max(self.prefetch_occupied_tokens - self.own_tokens, 0)
 
     @property
     def host_total_tokens(self) -> int:

@@ -6,6 +6,7 @@ Imported in every process that may unpickle them, so nothing heavy is imported h
 import msgspec
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
+from toolgap.admission import Rates
 from toolgap.protocol import Target
 
 
@@ -19,6 +20,10 @@ class Restore(msgspec.Struct, tag=True, kw_only=True):
     namespace: str | None
     deadline_ts: float
     """Unix time at which the continuation is expected, by the HTTP process's clock."""
+    gap_s: float
+    """From the submit until then."""
+    force: bool
+    """Whether to restore even what is not worthwhile."""
     target: Target
     lease_s: float | None
     dp_rank: int | None
@@ -74,6 +79,8 @@ class Decide(msgspec.Struct, tag=True, kw_only=True):
     """Storage calls to take for hanging."""
     replace: list[str]
     """Those whose thread to replace."""
+    rates: Rates | None
+    """What that rank has measured; None if nothing has changed much."""
 
 
 Order = Restore | Describe | Recall | CancelOperation | Quiesce | Decide

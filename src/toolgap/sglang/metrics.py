@@ -12,7 +12,7 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec
 
 from toolgap.operations import Operation
-from toolgap.protocol import Code
+from toolgap.protocol import Code, Reason
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -92,6 +92,12 @@ class Metric(Enum):
         "bandwidth_bytes_per_second",
         "KV bytes of one rank read by an operation, over the time from storage's answer to the last page.",
         *(1e7, 2.5e7, 5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10),
+    )
+
+    ESTIMATE_RATIO = _histogram(
+        "estimate_ratio",
+        "Duration of an operation that read all it was to read, over what was expected when it was submitted.",
+        *(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
     )
 
     ACTIVE_OPERATIONS = _gauge("active_operations", "Operations that have not ended.")
@@ -226,6 +232,10 @@ class Metrics:
         if not operation.read_tokens:
             return
         self._histograms[Metric.DURATION].observe(operation.ended_at - operation.accepted_at)
+        if operation.estimate is not None and operation.reason is Reason.COMPLETE:
+            self._histograms[Metric.ESTIMATE_RATIO].observe(
+                (operation.ended_at - operation.accepted_at) / max(operation.estimate.restore_s, 1e-6)
+            )
         if operation.read_at is None or operation.queried_at is None:
             return
         read_s = operation.read_at - operation.queried_at

@@ -122,5 +122,7 @@ def overview(restorer: Restorer) -> Overview:
             leased_tokens=restorer.leases.tokens,
             max_leased_tokens=restorer.max_leased_tokens,
             dp_rank=engine.dp_rank,
+            restore_tokens_per_s=restorer.rates.restore_tokens_per_s,
+            prefill_tokens_per_s=restorer.rates.prefill_tokens_per_s,
         ),
     )

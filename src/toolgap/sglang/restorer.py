@@ -17,7 +17,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from toolgap.admission import Budget, check_budget, piece_tokens, retry_after_s
+from toolgap.admission import (
+    Awaited,
+    Budget,
+    Rates,
+    Wanted,
+    check_awaited,
+    check_budget,
+    check_worthwhile,
+    estimate,
+    piece_tokens,
+    retry_after_s,
+)
 from toolgap.operations import (
     CANCELLED,
     EXPIRED,
@@ -36,7 +47,7 @@ from toolgap.protocol import (
     State,
     Target,
 )
-from toolgap.settings import Settings
+from toolgap.settings import Admission, Settings
 from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.internals import Engine, Hold, Match, Prefix, cause
 from toolgap.sglang.leases import Lease, Leases
@@ -50,6 +61,7 @@ from toolgap.sglang.messages import (
 )
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.pace import Pace
+from toolgap.sglang.rates import Meter
 from toolgap.sglang.record import Record
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
@@ -89,6 +101,7 @@ class Restorer:
         settings: Settings,
         calls: StorageCalls,
         metrics: Metrics,
+        meter: Meter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
@@ -96,6 +109,10 @@ class Restorer:
         self.calls = calls
         self.clock = clock
         self.metrics = metrics
+        self.meter = meter
+        meter.has_several_ranks = engine.has_several_ranks
+        self.rates = Rates()
+        """What the rank whose clock decides has measured, as all ranks know it."""
         self.watch_s = 0.0
         """Time in which the scheduler took its steps: it stands still during a pause or a long prefill."""
         self._last_decision_s = clock()
@@ -163,7 +180,7 @@ class Restorer:
         # Its return address. SGLang still has to pass the message itself on to the next stage.
         address = msgspec.structs.replace(request, token_ids=b"")
         work = Work(operation, prefix, address, next(self._arrivals))
-        self._check_room(work, match)
+        self._check_room(work, match, order)
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.continuations.watch(operation, prefix)
@@ -174,13 +191,14 @@ class Restorer:
         self._sample()
         return operation.status(self.clock())
 
-    def _check_room(self, work: Work, match: Match) -> None:
-        """Raise Refused unless what the operation has to read could be read, and fits."""
+    def _check_room(self, work: Work, match: Match, order: Restore) -> None:
+        """Raise Refused unless what the operation has to read could be read, fits, and is worth it."""
         operation, engine = work.operation, self.engine
-        wanted_tokens = operation.aligned_tokens - operation.resident_tokens
+        missing_tokens = wanted_tokens = operation.aligned_tokens - operation.resident_tokens
+        leader = None
         if wanted_tokens < engine.shortest_read_tokens(match):
-            wanted_tokens = 0
-        elif self._find_leader(work, operation.resident_tokens):
+            missing_tokens = wanted_tokens = 0
+        elif leader := self._find_leader(work, operation.resident_tokens):
             wanted_tokens = operation.aligned_tokens - work.shared_tokens
         elif not engine.can_anchor(match):
             raise Refused(
@@ -215,6 +233,47 @@ class Restorer:
                 self.max_leased_tokens,
                 self.clock(),
             )
+        operation.estimate = estimate(
+            self.rates,
+            Wanted(
+                operation.resident_tokens, missing_tokens, wanted_tokens, self._queued_tokens(work, leader)
+            ),
+            gap_s=order.gap_s,
+            now_ts=order.deadline_ts - order.gap_s,
+            batch_tokens=engine.prefill_chunk_tokens,
+        )
+        if self.settings.admission is Admission.DECLINE:
+            if not order.force:
+                check_worthwhile(operation.estimate)
+            self._check_awaited(operation, wanted_tokens, order)
+
+    def _queued_tokens(self, work: Work, leader: "Work | Any | None") -> int:
+        """What is read before an operation that is not accepted yet gets its turn: equal on all ranks."""
+        own_turn = (True, work.operation.deadline_ts, work.arrival)
+        tokens = self.engine.ordinary_reads_tokens
+        for other in self.work.values():
+            if other is leader:
+                tokens += max(0, work.shared_tokens - other.landed_tokens)
+            elif (not other.joined, other.operation.deadline_ts, other.arrival) < own_turn:
+                tokens += other.budget_tokens
+            elif other.read is not None:
+                tokens += min(other.read.span_tokens, other.budget_tokens)
+        return tokens
+
+    def _check_awaited(self, operation: Operation, wanted_tokens: int, order: Restore) -> None:
+        """Raise Refused if host memory has room only where restored KV waits that is needed earlier."""
+        check_awaited(
+            [
+                Awaited(span.end_tokens - span.start_tokens, span.operation.deadline_ts)
+                for span in self.usage
+                if not span.operation.leased_tokens and span.operation.state is not State.CANCELLED
+            ],
+            host_tokens=self.engine.host_total_tokens,
+            held_tokens=self.leases.tokens + self.budget_used_tokens,
+            wanted_tokens=wanted_tokens,
+            deadline_ts=operation.deadline_ts,
+            now_ts=order.deadline_ts - order.gap_s,
+        )
 
     def _check_gates(self, order: Restore) -> None:
         engine = self.engine
@@ -701,6 +760,7 @@ class Restorer:
             self._stop(self.work[operation_id], CANCELLED)
         else:
             self.leases.end(operation_id)
+            operation.deadline_ts = 0.0  # no continuation is expected any more
         return operation.status(self.clock())
 
     def _stop(self, work: Work, stop: Stop, *, at_once: bool = False, for_all: bool = False) -> None:
@@ -752,6 +812,8 @@ class Restorer:
                 self._leave(handle)
         for operation_id in decision.unlease:
             self.leases.end(operation_id)
+        if decision.rates is not None:
+            self.rates = decision.rates
         self.stalls.hang(decision.hang)
         self.stalls.replace(decision.replace)
 
@@ -769,7 +831,8 @@ class Restorer:
         ]
         unlease = self.leases.due(now)
         hang, replace = self.stalls.due(self.settings.stall_timeout_s, self.settings.reader_patience_s)
-        if not (due or release or unlease or hang or replace):
+        rates = self.meter.news(self.rates) if self.meter.changed else None
+        if not (due or release or unlease or hang or replace or rates):
             return None
         order = Decide(
             expire=due.expire,
@@ -779,6 +842,7 @@ class Restorer:
             unlease=unlease,
             hang=hang,
             replace=replace,
+            rates=rates,
         )
         return HicachePrefetchReqInput(order=encode_order(order))
 
@@ -877,6 +941,7 @@ class Restorer:
         """A request's KV went into the cache: see whether it used what operations had restored."""
         for use in self.usage.used_by(prefix, cached_tokens):
             self.metrics.used(use.tokens, use.saved_s)
+            use.operation.used_at = self.clock()
         if self.leases:
             self.leases.used_by(prefix)
 
@@ -895,6 +960,13 @@ class Restorer:
             self._end(work, State.CANCELLED, Reason.FLUSHED)
         if unused_tokens := self.usage.forget_all():
             self.metrics.wasted(unused_tokens)
+
+    def storage_changed(self, *, cleared: bool) -> None:
+        """The storage backend was attached, detached or cleared."""
+        self.validity.storage_changed(cleared=cleared)
+        if not cleared:
+            self.meter.forget_storage()
+            self.rates = Rates(prefill=self.rates.prefill)
 
     def weights_changed(self) -> None:
         """KV in the cache may be of other weights from now on."""

@@ -1,5 +1,6 @@
 """Whether what operations inserted is used by requests afterwards, or was read in vain."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from toolgap.operations import Operation
@@ -7,7 +8,7 @@ from toolgap.sglang.internals import Prefix
 
 
 class Span(NamedTuple):
-    """What one operation inserted and no request has used yet."""
+    """What one operation inserted and no request has used yet: its end, once a request has used the rest."""
 
     operation: Operation
     prefix: Prefix
@@ -18,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A request's first use of a span."""
+    """A request's use of what none had used before."""
 
     operation: Operation
     tokens: int
@@ -34,6 +35,10 @@ class Usage:
 
     def __len__(self) -> int:
         return len(self._spans)
+
+    def __iter__(self) -> Iterator[Span]:
+        """What was inserted and not used yet."""
+        return iter(self._spans.values())
 
     def watch(self, operation: Operation, prefix: Prefix) -> None:
         """Begin to watch what an operation that ended has inserted."""
@@ -52,11 +57,16 @@ class Usage:
         for operation_id, span in list(self._spans.items()):
             end = min(prefix.shared_tokens(span.prefix), cached_tokens, span.end_tokens)
             if end > span.start_tokens:
-                del self._spans[operation_id]
                 tokens = end - span.start_tokens
-                span.operation.used_tokens = tokens
-                share = tokens / (span.end_tokens - span.start_tokens)
-                uses.append(Use(span.operation, tokens, span.read_s * share))
+                span.operation.used_tokens += tokens
+                saved_s = span.read_s * tokens / (span.end_tokens - span.start_tokens)
+                uses.append(Use(span.operation, tokens, saved_s))
+                if end == span.end_tokens:
+                    del self._spans[operation_id]
+                else:
+                    self._spans[operation_id] = span._replace(
+                        start_tokens=end, read_s=span.read_s - saved_s
+                    )
         return uses
 
     def forget(self, operation: Operation) -> int:

@@ -200,6 +200,7 @@ def _agreed(restorer: Any) -> dict[str, Any]:
         },
         "joins": sorted(handle.rid for handle in restorer.joins),
         "namespace": restorer.validity.namespace,
+        "rates": str(restorer.rates),
         "own_tokens": engine.own_tokens,
         "occupied_tokens": engine.prefetch_occupied_tokens,
         "host_free_tokens": engine.host_free_tokens,

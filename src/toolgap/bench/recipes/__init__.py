@@ -3,6 +3,7 @@
 from typing import Any
 
 from toolgap.bench.recipe import Recipe
+from toolgap.bench.recipes.admission import Admission
 from toolgap.bench.recipes.bystanders import Bystanders
 from toolgap.bench.recipes.early_return import EarlyReturn
 from toolgap.bench.recipes.many_agents import ManyAgents
@@ -17,6 +18,7 @@ _ALL: tuple[Recipe[Any], ...] = (
     Bystanders(),
     Overhead(),
     ManyAgents(),
+    Admission(),
 )
 
 RECIPES = {recipe.name: recipe for recipe in _ALL}

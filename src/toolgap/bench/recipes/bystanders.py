@@ -15,6 +15,7 @@ from toolgap.bench import charts, tables
 from toolgap.bench.evidence import Manifest
 from toolgap.bench.load import arrivals, cached_tokens, closed_loop, inter_token_ms, open_loop, outputs_sha256
 from toolgap.bench.plan import Cell, Plan, prompt_ids
+from toolgap.bench.play import NO_GAP_S
 from toolgap.bench.recipe import Recipe, Step
 from toolgap.bench.server import Setup
 from toolgap.bench.spread import Spread, percentile
@@ -394,7 +395,10 @@ class Restorer:
         """One submit to its end; whether it was taken."""
         restores = self.restores
         try:
-            operation = self._toolgap.submit(input_ids=prefix_ids)
+            # No continuation comes: none of them is to hold host memory for one against the next.
+            operation = self._toolgap.submit(
+                input_ids=prefix_ids, expected_gap_s=NO_GAP_S, force=True, retry_for_s=0
+            )
         except ToolgapError as refusal:
             if refusal.error.retry_after_s is None:
                 raise

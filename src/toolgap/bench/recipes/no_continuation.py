@@ -135,7 +135,7 @@ def play(stage: Stage, cell: Cell, round_number: int) -> Waste:
     before, counters = stage.host_free_tokens(), stage.counters(names)
     began_ts = time.time()
     ttl_s = EXPIRES_AFTER_S if cell.arm == "expired" else None
-    operation_id = stage.toolgap.submit(input_ids=prompt.prefix_ids, ttl_s=ttl_s).operation_id
+    operation_id = stage.toolgap.submit(input_ids=prompt.prefix_ids, ttl_s=ttl_s, force=True).operation_id
     if cell.arm == "cancelled":
         stage.toolgap.cancel(operation_id)
     operation = stage.toolgap.wait(operation_id, RESTORE_DEADLINE_S)
