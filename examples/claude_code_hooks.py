@@ -22,6 +22,7 @@ with ChildServer(COMMAND, f"{RECEIVER}/health", Path(os.devnull)) as receiver:
     message = Anthropic(base_url=RECEIVER, api_key="none", default_headers=headers).messages.create(
         model="default",
         max_tokens=64,
+        extra_body={"temperature": 0},
         messages=[{"role": "user", "content": f"Benchmark this:\n{Path(__file__).read_text()}"}],
         tools=[{"name": "benchmark", "input_schema": {"type": "object"}}],
         tool_choice={"type": "any", "disable_parallel_tool_use": True},

@@ -1,10 +1,12 @@
 """Every example runs as written, with the real agent library, against a real server."""
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from examples import EXAMPLES, PYTHON, example_server, run_example
 
 pytestmark = pytest.mark.engine
@@ -26,6 +28,17 @@ def test_example_runs_and_something_is_restored_for_it(example: Path, url: str) 
     output = run_example(example, url)
     assert "restored" in output
     assert " used" in output
+
+
+def test_an_end_restores_what_left_memory_while_the_tool_ran(url: str) -> None:
+    """The agent's tool flushes L1 and L2: what its end restores comes from L3, and the continuation uses it."""
+    script = EXAMPLES.parent / "tests" / "hooks" / "flushing_agent.py"
+    output = run_example(script, url)
+    outcome = json.loads(output.splitlines()[-1])
+    assert outcome["state"] == "restored"
+    assert outcome["inserted_tokens"] > 0
+    assert outcome["used_tokens"] == outcome["inserted_tokens"]
+    assert outcome["stable_tokens"] > 0
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

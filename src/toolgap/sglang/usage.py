@@ -64,9 +64,7 @@ class Usage:
                 if end == span.end_tokens:
                     del self._spans[operation_id]
                 else:
-                    self._spans[operation_id] = span._replace(
-                        start_tokens=end, read_s=span.read_s - saved_s
-                    )
+                    self._spans[operation_id] = span._replace(start_tokens=end, read_s=span.read_s - saved_s)
         return uses
 
     def forget(self, operation: Operation) -> int:
