@@ -24,7 +24,7 @@ with ChildServer(COMMAND, f"{RECEIVER}/health", Path(os.devnull)) as receiver:
         max_tokens=64,
         extra_body={"temperature": 0},
         messages=[{"role": "user", "content": f"Benchmark this:\n{Path(__file__).read_text()}"}],
-        tools=[{"name": "benchmark", "input_schema": {"type": "object"}}],
+        tools=[{"name": "benchmark", "input_schema": {"type": "object", "additionalProperties": False}}],
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )
     for call in (block for block in message.content if block.type == "tool_use"):
