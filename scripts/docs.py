@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the pages of docs/ that are made from the source, or with --check compares them with it.
 
-They are docs/http.md, from toolgap.protocol, docs/settings.md, from toolgap.settings, and docs/metrics.md,
-from toolgap.sglang.metrics.
+They are docs/http.md, from toolgap.protocol, docs/settings.md, from toolgap.settings, docs/metrics.md, from
+toolgap.sglang.metrics, and docs/cli.md, from toolgap.cli.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from msgspec.inspect import (
@@ -36,7 +36,12 @@ from msgspec.inspect import (
     UnionType,
     type_info,
 )
+from typer.main import get_command
 
+from toolgap.cli import app
+from toolgap.cli.prefix import PANEL as PREFIX_PANEL
+from toolgap.cli.serve import SETTINGS_PANEL
+from toolgap.client import DEFAULT_URL
 from toolgap.protocol import (
     CODES,
     PATH,
@@ -64,6 +69,16 @@ from toolgap.protocol import (
 )
 from toolgap.settings import Settings, variable
 from toolgap.sglang.metrics import PREFIX, Kind, Metric
+from toolgap.terminal import (
+    API_KEY_VARIABLE,
+    DEBUG_VARIABLE,
+    EXITS,
+    FAILURES,
+    URL_VARIABLE,
+    ApiKey,
+    Json,
+    Url,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 URL = f"http://127.0.0.1:30000{PATH}"
@@ -301,7 +316,7 @@ def submit_section() -> Iterator[str]:
     yield (
         "A request whose tool calls have just been sent names its continuation by its own `id`. Its tokens are exact; "
         "the next prompt begins with them as far as the chat template shows the answer as the model wrote it "
-        "([why it may not](limits.md)). By `messages` the server renders what the next prompt certainly begins "
+        "([why it may not](prefixes.md)). By `messages` the server renders what the next prompt certainly begins "
         "with, which is exact in that respect, and costs a few passes of the tokenizer:"
     )
     yield curl({"action": "submit", "request_id": "4f1d2c6e0b"})
@@ -560,9 +575,133 @@ def alerts_section() -> Iterator[str]:
     )
 
 
+# ---- docs/cli.md ----
+
+
+def cli_page() -> str:
+    return "\n\n".join(
+        [
+            generated_from("src/toolgap/cli/"),
+            "# Command line",
+            "`toolgap` and `python -m toolgap` are the same. `--help` behind any command shows what is below.",
+            *shared_section(),
+            *exits_section(),
+            *prefix_section(),
+            *(
+                part
+                for name, command in leaf_commands(get_command(app))
+                for part in command_section(name, command)
+            ),
+        ]
+    )
+
+
+def leaf_commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with the words that call it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaf_commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+def shared_section() -> Iterator[str]:
+    yield "## What all share"
+    yield (
+        f"- **The server** is `--url` or `${URL_VARIABLE}`, else `{DEFAULT_URL}`, and its "
+        f"[key](operating.md#authorisation) `--api-key` or `${API_KEY_VARIABLE}`.\n"
+        "- **stdout is for what was asked for**, with `--json`, which every command has, as JSON: that of the "
+        "server's [replies](http.md#replies), where it is one. Complaints and progress go to stderr. The exit status "
+        "tells what a script has to know.\n"
+        "- **A file named `-`** is stdin.\n"
+        f"- **No traceback** unless `{DEBUG_VARIABLE}=1` asks for one.\n"
+        "- **Shell completion**: `toolgap --install-completion`, or `toolgap --show-completion` to see it first."
+    )
+
+
+def exits_section() -> Iterator[str]:
+    yield "## Exit status"
+    yield table(["status", "meaning"], [[code(status.value), text] for status, text in EXITS.items()])
+    yield (
+        "A command that another signal stops ends with 128 and the signal's number. `toolgap serve` becomes the "
+        "server, and its exit status is then SGLang's. Status 1 is given by these commands only:"
+    )
+    yield table(["command", "1 means"], [[code(f"toolgap {name}"), text] for name, text in FAILURES.items()])
+
+
+def command_section(name: str, command: Any) -> Iterator[str]:
+    yield f"## toolgap {name}"
+    yield prose(command.help)
+    panels = {parameter.rich_help_panel for parameter in command.params}
+    rows = [
+        [named_by(parameter), default_of(parameter), help_of(parameter)]
+        for parameter in sorted(command.params, key=lambda one: one.param_type_name)
+        if parameter.rich_help_panel not in (SETTINGS_PANEL, PREFIX_PANEL) and not is_shared(parameter)
+    ]
+    if rows:
+        yield table(["", "default", "meaning"], rows)
+    if PREFIX_PANEL in panels:
+        yield "Which prefix is said by the [options that name one](#the-prefix)."
+    if SETTINGS_PANEL in panels:
+        yield "It also has an option for each of the plugin's [settings](settings.md)."
+
+
+def is_shared(parameter: Any) -> bool:
+    """Whether it is one of the options that the first section is about."""
+    return parameter.help in [get_args(option)[1].help for option in (Url, ApiKey, Json)]
+
+
+def prefix_section() -> Iterator[str]:
+    yield "## The prefix"
+    yield (
+        "`toolgap submit` and `toolgap resolve` take exactly one of the first five. Of a whole request of "
+        "`/v1/chat/completions` or `/v1/messages`, they take what shapes its prompt and the namespace that it is in, "
+        "and leave the rest; an option given beside it comes before what the request says."
+    )
+    group: Any = get_command(app)
+    options = [one for one in group.commands["submit"].params if one.rich_help_panel == PREFIX_PANEL]
+    yield table(["", "meaning"], [[named_by(option), help_of(option)] for option in options])
+
+
+def named_by(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return code(parameter.metavar)
+    return flags_of(parameter)
+
+
+def flags_of(option: Any) -> str:
+    both = " / ".join([*option.opts, *option.secondary_opts])
+    return code(both if option.is_flag else f"{both} {option.metavar or kind_of(option)}")
+
+
+def kind_of(option: Any) -> str:
+    kind = option.type_descriptor.annotation
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(str(member.value) for member in kind)
+    return {int: "N", list[int]: "N", list[float]: "NUMBER", float: "NUMBER"}.get(kind, "TEXT")
+
+
+def default_of(option: Any) -> str:
+    if option.param_type_name == "argument":
+        return ""
+    if isinstance(option.show_default, str):
+        return option.show_default
+    shown = option.show_default and option.default not in (None, False) and not option.is_flag
+    return code(getattr(option.default, "value", option.default)) if shown else ""
+
+
+def help_of(parameter: Any) -> str:
+    return str(parameter.help or "")
+
+
 # ---- files ----
 
-PAGES = {"docs/http.md": http_page, "docs/settings.md": settings_page, "docs/metrics.md": metrics_page}
+PAGES = {
+    "docs/http.md": http_page,
+    "docs/settings.md": settings_page,
+    "docs/metrics.md": metrics_page,
+    "docs/cli.md": cli_page,
+}
 
 
 def stale(root: Path) -> list[str]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Verifies every run in evidence/, and that README quotes them as they are.
+"""Verifies every run in evidence/, and that README and evidence/decisions.md say what they say.
 
-usage: evidence.py [--write]      --write puts today's figures into README
+usage: evidence.py [--write]      --write puts today's figures into both
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolgap.bench import report, tables
+from toolgap.bench import replay, report, tables
 from toolgap.bench.evidence import MANIFEST
 from toolgap.bench.recipe import Figure
 from toolgap.bench.verify import problems
@@ -25,6 +25,9 @@ QUOTED = (
     ("cpu-matrix", 1000.0),
 )
 """Runs that README quotes, and the gap of its columns."""
+
+DECISIONS = "decisions.md"
+"""What the admission rule would have decided in all of them."""
 
 
 def runs(evidence: Path) -> list[Path]:
@@ -93,6 +96,14 @@ def main(arguments: Sequence[str]) -> int:
     elif quoted != text:
         failed += 1
         print("README.md does not quote evidence/ as it is: scripts/evidence.py --write", file=sys.stderr)
+    decided, page = replay.page(evidence), evidence / DECISIONS
+    if "--write" in arguments:
+        page.write_text(decided, encoding="utf-8")
+    elif not page.is_file() or page.read_text(encoding="utf-8") != decided:
+        failed += 1
+        print(
+            f"evidence/{DECISIONS} is not what the trials say: scripts/evidence.py --write", file=sys.stderr
+        )
     return 1 if failed else 0
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from toolgap import client
+import toolgap
+from toolgap import calls, client
 from toolgap.client import AsyncToolgap, Toolgap, ToolgapError, ToolgapUnreachable
 from toolgap.protocol import Code, EngineStatus, Error, ErrorReply, OperationStatus, Overview, State
 
@@ -214,6 +217,15 @@ def test_a_key_that_no_header_can_carry() -> None:
         Toolgap(api_key="ключ")
 
 
+def test_the_package_has_the_clients_and_loads_them_on_first_use() -> None:
+    code = "import sys, toolgap; assert 'httpx' not in sys.modules; toolgap.Toolgap; assert 'httpx' in sys.modules"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    for name in toolgap.__all__:
+        assert getattr(toolgap, name) is getattr(client, name)
+    with pytest.raises(AttributeError, match="Toolgab"):
+        _ = toolgap.Toolgab
+
+
 # ---- wait ----
 
 
@@ -321,11 +333,11 @@ def submit_to(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Makes a client's ``submit`` for a busy server, with jitter at its longest."""
 
     def make(server: Busy, **options: Any) -> Submitter:
-        monkeypatch.setattr(
-            client, "time", SimpleNamespace(monotonic=lambda: server.now_s, sleep=server.sleep)
-        )
+        time = SimpleNamespace(monotonic=lambda: server.now_s, sleep=server.sleep)
+        monkeypatch.setattr(calls, "time", time)
+        monkeypatch.setattr(client, "time", time)
         monkeypatch.setattr(client, "asyncio", SimpleNamespace(sleep=server.sleep_async))
-        monkeypatch.setattr(client, "random", SimpleNamespace(random=lambda: 1.0))
+        monkeypatch.setattr(calls, "random", SimpleNamespace(random=lambda: 1.0))
 
         def submit(**fields: Any) -> OperationStatus:
             with sync(server, **options) as toolgap:

@@ -1,6 +1,7 @@
 """What the documents say exists: generated pages are current, and names, flags and examples are real."""
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typer.main import get_command
 import docs
 from toolgap.cli import app
 from toolgap.client import AsyncToolgap, Toolgap
+from toolgap.prefixes.causes import Cause
 from toolgap.protocol import (
     PATH,
     UNSUPPORTED_FIELDS,
@@ -34,16 +36,23 @@ from toolgap.protocol import (
     Submit,
     decode_command,
 )
+from toolgap.restoring import AsyncRestoring, Restoring
 from toolgap.settings import PREFIX, Settings, variable
 from toolgap.sglang import internals
 from toolgap.sglang.metrics import PREFIX as METRIC_PREFIX
 from toolgap.sglang.metrics import Metric
+from toolgap.terminal import FAILURES, Exit
 
 ROOT = docs.ROOT
 DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
+RESTORING = {
+    *(name for name in dir(AsyncRestoring) if not name.startswith("_")),
+    *re.findall(r"^    (\w+): ", inspect.getdoc(Restoring.__base__) or "", re.MULTILINE),
+}
+"""What a handle of ``restoring`` has."""
 REPLIES = (OperationStatus, Estimate, Divergence, Overview, EngineStatus, Resolved, Error)
 EVERY_DOCUMENT = pytest.mark.parametrize("name", DOCUMENTS)
 
@@ -123,6 +132,19 @@ def test_the_settings_page_names_every_variable() -> None:
     ]
 
 
+def test_the_command_line_page_names_every_command_and_exit_status() -> None:
+    page = DOCUMENTS["docs/cli.md"]
+    leaves = dict(docs.leaf_commands(get_command(app)))
+    assert [name for name in leaves if f"## toolgap {name}\n" not in page] == []
+    assert re.findall(r"^\| `(\d+)` \|", page, re.MULTILINE) == [str(status.value) for status in Exit]
+    assert leaves.keys() >= FAILURES.keys()
+
+
+def test_every_command_speaks_json() -> None:
+    leaves = dict(docs.leaf_commands(get_command(app)))
+    assert [name for name, command in leaves.items() if "--json" not in flags(command)] == []
+
+
 # ---- examples ----
 
 
@@ -153,13 +175,16 @@ def test_the_client_in_an_example_has_what_is_used(name: str) -> None:
     for block in blocks(DOCUMENTS[name], "python"):
         for node in ast.walk(ast.parse(block)):
             match node:
+                case ast.Attribute(value=ast.Name("restore"), attr=attribute):
+                    assert attribute in RESTORING
                 case ast.Attribute(value=ast.Name("toolgap"), attr=attribute):
                     assert callable(getattr(Toolgap, attribute))
                     assert callable(getattr(AsyncToolgap, attribute))
                 case ast.Attribute(value=ast.Name("operation" | "outcome"), attr=attribute):
                     assert attribute in OperationStatus.__struct_fields__
-                case ast.Call(func=ast.Attribute(attr="submit"), keywords=keywords):
-                    assert {keyword.arg for keyword in keywords} <= {*Submit.__struct_fields__, "retry_for_s"}
+                case ast.Call(func=ast.Attribute(attr="submit" | "restoring"), keywords=keywords):
+                    own = {"retry_for_s", "strict"}
+                    assert {keyword.arg for keyword in keywords} <= {*Submit.__struct_fields__, *own}
                 case ast.ImportFrom(module=module, names=names):
                     assert module is not None
                     assert module == "toolgap.client" or module.startswith("toolgap.hooks.")
@@ -183,7 +208,7 @@ def test_every_flag_exists(name: str) -> None:
     used = {
         flag for text in code_of(DOCUMENTS[name]) for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)
     }
-    own = {flag for command in commands().values() for flag in command}
+    own = {flag for command in commands().values() for flag in command} | flags(get_command(app)) | {"--help"}
     if missing := used - own:
         arguments = sglang_source("srt/arg_groups/fields/*.py")
         theirs = {
@@ -206,7 +231,7 @@ def flags(command: Any) -> set[str]:
 @EVERY_DOCUMENT
 def test_every_command_exists(name: str) -> None:
     for text in code_of(DOCUMENTS[name]):
-        for command in re.findall(r"^toolgap (?!is off)([a-z]\w*)", text, re.MULTILINE):
+        for command in re.findall(r"^toolgap (?!is off)([a-z][\w-]*)", text, re.MULTILINE):
             assert command in commands()
 
 
@@ -233,7 +258,8 @@ def test_every_file_exists(name: str) -> None:
 def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
     """A reason, code or field that is renamed must not live on in a document."""
     structs = [*get_args(Command), *REPLIES]
-    known = {*State, *Reason, *Code, *UNSUPPORTED_FIELDS, "api_key", "retry_for_s"}
+    known = {*State, *Reason, *Code, *Cause, *UNSUPPORTED_FIELDS, "api_key", "retry_for_s", "timeout_s"}
+    known |= RESTORING
     known |= {field for struct in structs for field in struct.__struct_fields__}
     sglangs = {"write_through", "buffer_only", "best_effort", "wait_complete", "prefetch_threshold"}
     if name == "docs/agents.md":

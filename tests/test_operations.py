@@ -660,3 +660,20 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+
+
+@pytest.mark.parametrize(
+    ("fields", "awaited"),
+    [
+        ({"state": State.RESTORED}, True),
+        ({"state": State.PARTIAL}, True),
+        ({"state": State.EXPIRED}, True),
+        ({"state": State.CANCELLED}, False),
+        ({"state": State.RESTORED, "used_tokens": 1}, False),
+        ({"state": State.RESTORED, "leased_tokens": 16}, False),
+    ],
+)
+def test_what_is_awaited_has_been_neither_used_nor_cancelled_nor_is_it_held(
+    fields: dict[str, Any], *, awaited: bool
+) -> None:
+    assert make(**fields).is_awaited is awaited

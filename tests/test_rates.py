@@ -63,16 +63,20 @@ def test_one_read_is_a_measurement() -> None:
 
 
 def test_a_read_counts_once_all_of_it_is_there_and_one_that_failed_never_does() -> None:
-    meter, there = Meter(), [0]
+    now, there = [6.0], [0]
+    meter = Meter(clock=lambda: now[0])
     meter.storage_read(1000, lambda: there[0], 5.0, 6.0)
     assert meter.news(Rates()) is None
     assert has_news(meter), "it is looked at again"
     there[0] = 1000
     assert meter.news(Rates()) is not None
 
-    meter.storage_read(1000, lambda: 999, 0.0, 1e-6)
+    meter.storage_read(1000, lambda: 999, 6.0, 6.5)
     for _ in range(1000):
         meter.news(Rates())
+    assert has_news(meter), "a slower rank may be far behind"
+    now[0] = 100.0
+    meter.news(Rates())
     assert not has_news(meter)
     assert token_s(meter) == 0.001
 

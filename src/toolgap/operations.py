@@ -121,6 +121,11 @@ class Operation:
             divergence=self.divergence,
         )
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether what it has restored is kept by nothing, and its continuation is still to come."""
+        return not (self.leased_tokens or self.used_tokens or self.state is State.CANCELLED)
+
     def _since_acceptance(self, at: float | None) -> float | None:
         return None if at is None else round(at - self.accepted_at, 6)
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from bench_trials import PLAN, manifest, trial
 
+from toolgap.bench.decisions import NO_MATTER, RIGHT, WRONG, judge
 from toolgap.bench.recipes import RECIPES
-from toolgap.bench.recipes.admission import NO_MATTER, RIGHT, WRONG, judge_decision
 from toolgap.bench.records import Asked, Trial
 from toolgap.protocol import Estimate
 
@@ -57,18 +57,18 @@ def ahead(ttft_ms: float, *, admitted: bool, gap_ms: float = 0.0, round_number: 
 def test_a_decision_is_right_if_the_way_it_chose_was_the_faster_one(
     ttft_ms: float, admitted: bool, verdict: str
 ) -> None:
-    assert judge_decision(ahead(ttft_ms, admitted=admitted), run(100.0, 100.0)) == verdict
+    assert judge(ahead(ttft_ms, admitted=admitted), run(100.0, 100.0)) == verdict
 
 
 def test_two_ways_are_told_apart_by_no_less_than_a_recompute_varies() -> None:
     trials = run(100.0, 180.0)
-    assert judge_decision(ahead(135.0, admitted=True), trials) == NO_MATTER
-    assert judge_decision(ahead(145.0, admitted=True), trials) == WRONG
+    assert judge(ahead(135.0, admitted=True), trials) == NO_MATTER
+    assert judge(ahead(145.0, admitted=True), trials) == WRONG
 
 
 def test_without_a_recompute_of_the_same_prompt_nothing_is_judged() -> None:
-    assert judge_decision(ahead(50.0, admitted=True, round_number=1), run(100.0)) is None
-    assert judge_decision(trial("C", ttft_ms=50.0), run(100.0)) is None
+    assert judge(ahead(50.0, admitted=True, round_number=1), run(100.0)) is None
+    assert judge(trial("C", ttft_ms=50.0), run(100.0)) is None
 
 
 def report(trials: Sequence[Trial]) -> str:

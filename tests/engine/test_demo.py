@@ -14,6 +14,7 @@ from toolgap.childserver import session_members
 from toolgap.demo import play, report
 from toolgap.demo.main import run
 from toolgap.signals import Stopped
+from toolgap.terminal import Exit
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +59,7 @@ def test_an_invariant_that_does_not_hold_is_named(
     open_server.probe.reset()
     open_server.probe.spoil("exists", "fail")
     try:
-        assert run(1024, 1, tmp_path, url=open_server.url) == 1
+        assert run(1024, 1, tmp_path, url=open_server.url) == Exit.FAILED
     finally:
         open_server.probe.reset()
     printed = capsys.readouterr().out
@@ -85,7 +86,7 @@ def test_arguments_that_cannot_be_used(
     trials: int,
     message: str,
 ) -> None:
-    assert demo(tmp_path, open_server, prompt_tokens=prompt_tokens, trials=trials) == 1
+    assert demo(tmp_path, open_server, prompt_tokens=prompt_tokens, trials=trials) == Exit.USAGE
     assert message in capsys.readouterr().out
 
 
@@ -96,7 +97,7 @@ def test_a_fault_leaves_its_traceback_in_a_file_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(report, "sentence", lambda summaries: 1 / 0)
-    assert demo(tmp_path, open_server) == 1
+    assert demo(tmp_path, open_server) == Exit.FAULT
     printed = capsys.readouterr().out
     assert "ZeroDivisionError: division by zero" in printed
     assert "Traceback" not in printed

@@ -1,5 +1,6 @@
 """The commands ``toolgap bench ...``: they read options, and know no more than the modules they call."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -12,7 +13,7 @@ from rich.console import Console
 from toolgap.bench.arms import ARMS, Arm
 from toolgap.bench.errors import BenchError
 from toolgap.bench.plan import Plan
-from toolgap.terminal import API_KEY_VARIABLE, Exit, fail, guarded, print_json, say
+from toolgap.terminal import API_KEY_VARIABLE, Exit, Json, fail, guarded, print_json, say
 
 app = typer.Typer(
     name="bench",
@@ -145,6 +146,7 @@ def run(
             metavar="-- SGLANG-ARGUMENTS", help="For the server that is started.", show_default=False
         ),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Play a recipe's trials in a seeded random order, and write evidence."""
     from toolgap.bench import main
@@ -198,11 +200,15 @@ def run(
             output.parent.mkdir(parents=True, exist_ok=True)
             log = output.parent / f".{output.name}.server.log"
             target = main.Target(Setup(path, on_cpu, plan, tuple(arguments or ()), log=log))
-        console = Console(highlight=False, soft_wrap=True)
+        # With --json stdout is for the written files' names, and progress is told on stderr.
+        console = Console(file=sys.stderr if as_json else None, highlight=False, soft_wrap=True)
         written = main.run(chosen, plan, target, output, label, difference or [], deadline_s, console)
     from toolgap.bench import charts
     from toolgap.bench.evidence import REPORT
 
+    if as_json:
+        print_json([str(file) for file in written])
+        return
     say((output / REPORT).read_text(encoding="utf-8"))
     say(f"written: {', '.join(str(file) for file in written)}")
     if not charts.available():
@@ -263,46 +269,58 @@ def _label(model: str) -> str:
 
 @app.command()
 @guarded
-def recipes() -> None:
+def recipes(as_json: Json = False) -> None:
     """List the recipes."""
     from toolgap.bench.recipes import RECIPES
 
+    if as_json:
+        print_json({name: recipe.says for name, recipe in RECIPES.items()})
+        return
     for name, recipe in RECIPES.items():
         say(f"{name:16} {recipe.says}")
 
 
 @app.command()
 @guarded
-def report(folder: Folder) -> None:
+def report(folder: Folder, as_json: Json = False) -> None:
     """Write a run's report and charts again, from its manifest and trials."""
     from toolgap.bench import report as reports
 
     with _sentences():
-        for path in reports.make(folder):
-            say(str(path))
+        written = [str(path) for path in reports.make(folder)]
+    if as_json:
+        print_json(written)
+        return
+    for name in written:
+        say(name)
 
 
 @app.command()
 @guarded
-def verify(folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)]) -> None:
+def verify(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)],
+    as_json: Json = False,
+) -> None:
     """Recompute every figure and validity rule of runs from their trials; fails on any difference."""
     from toolgap.bench.verify import problems
 
-    failed = 0
-    for folder in folders:
-        found = problems(folder)
-        failed += bool(found)
-        say(f"{folder}: {'verified' if not found else 'NOT verified'}")
-        for problem in found:
-            say(f"  {problem}")
+    found = {str(folder): list(problems(folder)) for folder in folders}
+    if as_json:
+        print_json(found)
+    else:
+        for name, differences in found.items():
+            say(f"{name}: {'NOT verified' if differences else 'verified'}")
+            for problem in differences:
+                say(f"  {problem}")
+    failed = sum(map(bool, found.values()))
     if failed:
         fail(Exit.FAILED, f"{failed} of {len(folders)} runs do not agree with their trials")
 
 
 @app.command()
 @guarded
-def figures(folder: Folder) -> None:
-    """Print the medians of a run as JSON, one object a cell."""
+def figures(folder: Folder, as_json: Json = True) -> None:
+    """Print the medians of a run, which are always JSON, one object a cell."""
     from toolgap.bench import report as reports
 
     with _sentences():

@@ -3,3 +3,7 @@
 
 class DemoError(Exception):
     """Something that ends the demo; the text says what, and what to do about it."""
+
+
+class DemoUsageError(DemoError):
+    """It was asked for something that cannot be."""

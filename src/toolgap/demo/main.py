@@ -21,7 +21,7 @@ from rich.markup import escape
 from toolgap.childserver import ChildServer, ServerError, free_port
 from toolgap.client import Toolgap, ToolgapError, ToolgapUnreachable, connection
 from toolgap.demo import profiles, report
-from toolgap.demo.errors import DemoError
+from toolgap.demo.errors import DemoError, DemoUsageError
 from toolgap.demo.play import ANSWER_TOKENS, GAP_S, Agent
 from toolgap.demo.profiles import Profile, Sizes
 from toolgap.demo.progress import Story
@@ -31,6 +31,7 @@ from toolgap.demo.tool import OTHERS, TEST_MODULE, TOOLS, Repository, library_te
 from toolgap.demo.trials import ARMS, INVARIANTS, Trial, check, order, summarize
 from toolgap.engineclient import Engine, EngineError
 from toolgap.signals import Stopped, StopSignals
+from toolgap.terminal import Exit
 
 LEAST_PROMPT_TOKENS = 512
 LEAST_DISK_BYTES = 4 * 2**30
@@ -66,6 +67,7 @@ def run(
     model: str | None = None,
     url: str | None = None,
     cpu: bool | None = None,  # noqa: FBT001 - the command line's own three-way switch
+    console: Console | None = None,
 ) -> int:
     """Run the demo.
 
@@ -76,12 +78,13 @@ def run(
         model: Path or hub name; None for the profile's own.
         url: A running server with Toolgap; None to start one.
         cpu: Whether to run on the CPU; None to take a GPU if there is one.
+        console: Where the story is told; None for stdout.
 
     Returns:
-        The exit code: 0, 1 if an invariant did not hold or the demo could not run, 128 + the number of
-        the signal that stopped it.
+        The exit status: as of every command, 1 if an invariant did not hold or the demo could not run, 128 + the
+        number of the signal that stopped it.
     """
-    console = Console(highlight=False)
+    console = console or Console(highlight=False)
     try:
         with StopSignals() as signals:
             _check_arguments(prompt_tokens, trials)
@@ -90,7 +93,7 @@ def run(
             if url is None:
                 return demo.on_own_server(model, cpu=cpu)
             if model is not None or cpu is not None:
-                raise DemoError("a running server has its model and its device: leave those options out")
+                raise DemoUsageError("a running server has its model and its device: leave those options out")
             _check_url(url)
             return demo.on_running_server(url)
     except Stopped as stop:
@@ -98,23 +101,37 @@ def run(
         return 128 + stop.number
     except (DemoError, EngineError, ServerError, ToolgapError, ToolgapUnreachable, httpx.HTTPError) as error:
         console.print(f"[bold red]The demo cannot go on:[/bold red] {escape(str(error))}", soft_wrap=True)
-        return 1
+        return _status(error)
     except Exception as error:  # noqa: BLE001 - a newcomer gets a sentence, and the traceback in a file
         return _unexpected(console, output, error)
 
 
+def _status(error: Exception) -> Exit:
+    match error:
+        case DemoUsageError():
+            return Exit.USAGE
+        case ToolgapError() | ToolgapUnreachable(status_code=401 | 403):
+            return Exit.REFUSED
+        case ToolgapUnreachable() | httpx.HTTPError():
+            return Exit.UNREACHABLE
+        case _:
+            return Exit.FAILED
+
+
 def _check_arguments(prompt_tokens: int, trials: int) -> None:
     if prompt_tokens < LEAST_PROMPT_TOKENS:
-        raise DemoError(f"the prompt must have {LEAST_PROMPT_TOKENS} tokens at least, not {prompt_tokens}")
+        raise DemoUsageError(
+            f"the prompt must have {LEAST_PROMPT_TOKENS} tokens at least, not {prompt_tokens}"
+        )
     if trials < 1:
-        raise DemoError(f"at least one trial is needed, not {trials}")
+        raise DemoUsageError(f"at least one trial is needed, not {trials}")
 
 
 def _check_url(url: str) -> None:
     try:
         connection(url, None)
     except ValueError as error:
-        raise DemoError(str(error)) from None
+        raise DemoUsageError(str(error)) from None
 
 
 def _folder(output: Path) -> Path:
@@ -124,7 +141,7 @@ def _folder(output: Path) -> Path:
         for name in WRITTEN:
             (output / name).unlink(missing_ok=True)
     except OSError as error:
-        raise DemoError(f"cannot write to {output}: {error.strerror}") from error
+        raise DemoUsageError(f"cannot write to {output}: {error.strerror}") from error
     return output
 
 
@@ -137,7 +154,7 @@ def _unexpected(console: Console, output: Path, error: Exception) -> int:
         where = "and its details could not be written"
     text = f"The demo met a fault it does not know ({type(error).__name__}: {error}); {where}."
     console.print(f"[bold red]{escape(text)}[/bold red]", soft_wrap=True)
-    return 1
+    return Exit.FAULT
 
 
 @dataclass(frozen=True)
@@ -199,7 +216,7 @@ class _Demo:
                     context, name = engine.context_tokens(), profiles.model_label(engine.model_name())
                     release = engine.release()
                 except httpx.TransportError as error:
-                    raise DemoError(f"no answer from {url}: {error}") from error
+                    raise ToolgapUnreachable(f"no answer from {url}: {error}") from error
                 phase.result = f"SGLang {release}, {name}"
             profiles.check_context(self.prompt_tokens, context)
             self.story.say("  [yellow]The demo flushes this server's L1 and L2 again and again.[/yellow]")
@@ -397,7 +414,7 @@ class _Demo:
         if not failures:
             console.print(f"[green]Every invariant held: {', '.join(INVARIANTS)}.[/green]")
         say(f"[dim]The demo took {time.monotonic() - self.begin_s:.0f} s.[/dim]")
-        return 1 if failures else 0
+        return Exit.FAILED if failures else Exit.OK
 
 
 def _seen(trial: Trial) -> str:

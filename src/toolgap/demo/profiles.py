@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolgap.cpu.launch import cpu_arguments, cpu_environment
 from toolgap.cpu.model import ModelSetupError, ensure_smollm2
-from toolgap.demo.errors import DemoError
+from toolgap.demo.errors import DemoError, DemoUsageError
 from toolgap.hardware import describe_cpu, find_gpu
 
 GPU_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -136,10 +136,10 @@ def check_context(prompt_tokens: int, context: int | None) -> None:
     """Check that a prompt of this length and its continuation fit.
 
     Raises:
-        DemoError: they do not.
+        DemoUsageError: they do not.
     """
     if context is not None and prompt_tokens + CONTINUATION_TOKENS > context:
-        raise DemoError(
+        raise DemoUsageError(
             f"the model's context is {context:,} tokens: with its continuation, the prompt may have "
             f"{context - CONTINUATION_TOKENS:,} at most, not {prompt_tokens:,}"
         )

@@ -8,7 +8,7 @@ import typer
 
 from toolgap.client import DEFAULT_URL
 from toolgap.hooks.restores import Restores
-from toolgap.terminal import ApiKey, Exit, Url, fail, guarded
+from toolgap.terminal import ApiKey, Exit, Json, Url, fail, guarded, say
 
 app = typer.Typer(name="hooks", help="Receive the hooks of agents.", no_args_is_help=True)
 
@@ -30,6 +30,7 @@ def claude_code(
     ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    as_json: Json = False,
 ) -> None:
     """Take Claude Code's hooks, and pass its requests on to SGLang.
 
@@ -40,8 +41,9 @@ def claude_code(
         fail(Exit.USAGE, f"{' and '.join(missing)} missing: pip install 'toolgap[claude-code]'")
     from toolgap.hooks import claude_code as receiver
 
+    own_url = f"http://{host}:{port}"
     if only_print:
-        typer.echo(json.dumps(receiver.settings(f"http://{host}:{port}"), indent=2))
+        typer.echo(json.dumps(receiver.settings(own_url), indent=2))
         return
     import uvicorn
 
@@ -49,4 +51,8 @@ def claude_code(
         restores = Restores(url, api_key=api_key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps({"url": own_url, "server": url}))
+    else:
+        say(f"Listening at {own_url}; requests go on to {url}")
     uvicorn.run(receiver.application(restores, url), host=host, port=port, log_level="warning")

@@ -36,7 +36,9 @@ _EVERY_SO_MANY_BATCHES = 4
 """Prefill's rate is worked out after every batch at first, and then once in so many."""
 
 _LOOKS = 200
-"""Scheduler steps after which a read that was not counted whole is taken to have failed."""
+_PATIENCE_S = 60.0
+"""After so many scheduler steps and so long, a read that was not counted whole is taken to have failed: the
+slowest of several ranks may be far behind."""
 
 
 class Sample(NamedTuple):
@@ -247,8 +249,8 @@ class Meter:
                 if ended_s > began_s:
                     self._has_new_reads = True
                     self._reads.append(Sample((ended_s - began_s) / read.tokens, self._unix_clock()))
-            elif (looks := read.looks) < _LOOKS:
-                read.looks = looks + 1
+            elif read.looks < _LOOKS or self._clock() - read.ended_s < _PATIENCE_S:
+                read.looks += 1
                 self._uncounted.append(read)
                 self.changed = True
 

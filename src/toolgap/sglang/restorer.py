@@ -266,7 +266,7 @@ class Restorer:
             [
                 Awaited(span.end_tokens - span.start_tokens, span.operation.deadline_ts)
                 for span in self.usage
-                if not span.operation.leased_tokens and span.operation.state is not State.CANCELLED
+                if span.operation.is_awaited
             ],
             host_tokens=self.engine.host_total_tokens,
             held_tokens=self.leases.tokens + self.budget_used_tokens,
@@ -941,7 +941,7 @@ class Restorer:
         """A request's KV went into the cache: see whether it used what operations had restored."""
         for use in self.usage.used_by(prefix, cached_tokens):
             self.metrics.used(use.tokens, use.saved_s)
-            use.operation.used_at = self.clock()
+            use.operation.used_at = use.operation.used_at or self.clock()
         if self.leases:
             self.leases.used_by(prefix)
 

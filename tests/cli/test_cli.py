@@ -1,10 +1,9 @@
 """The command line: options, what is printed, exit statuses. Servers are in tests/engine."""
 
-import functools
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +12,15 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
+from command import ENGINE, RESTORED, Server, operation, reply, run, serving, words
+from rich.console import Console
+from typer.testing import Result
 
-from toolgap import cli, client, doctor, serve, terminal
-from toolgap.cli import app
-from toolgap.client import Toolgap
+from toolgap import calls, client, doctor, serve, terminal
 from toolgap.demo import main as demo
 from toolgap.doctor import Installation
 from toolgap.protocol import (
     Code,
-    EngineStatus,
     Error,
     ErrorReply,
     OperationStatus,
@@ -34,82 +32,23 @@ from toolgap.protocol import (
 from toolgap.settings import Settings, variable
 from toolgap.terminal import EXITS, Exit
 
-ENGINE = EngineStatus(
-    namespace="0123456789abcdef",
-    storage_backend="file",
-    prefetch_policy="timeout",
-    prefetch_threshold_tokens=256,
-    page_tokens=16,
-    host_total_tokens=8192,
-    host_free_tokens=8000,
-    prefetch_capacity_tokens=4096,
-    prefetch_occupied_tokens=0,
-    prefetch_retries_pending=0,
-    reads_in_flight=0,
-    max_operations=16,
-    max_operation_tokens=4096,
-    waiting_joins=0,
-    stalled_reads=0,
-    paused=False,
-)
-
-
-def operation(state: State = State.RESTORING, reason: Reason | None = None) -> OperationStatus:
-    return OperationStatus(
-        operation_id="op-1",
-        state=state,
-        reason=reason,
-        requested_tokens=1000,
-        aligned_tokens=992,
-        resident_tokens=0,
-        ttl_s=60.0,
-        elapsed_s=0.25,
-        namespace="0123456789abcdef",
-    )
-
-
-RESTORED = operation(State.RESTORED, Reason.COMPLETE)
-
-Reply = Callable[[dict[str, Any]], httpx.Response]
-
-
-class Server:
-    """Answers as told, and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[httpx.Headers] = []
-        self.reply: Reply = lambda _: reply(RESTORED)
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = {name: value for name, value in json.loads(request.content).items() if value is not None}
-        self.bodies.append(body)
-        self.headers.append(request.headers)
-        return self.reply(body)
-
-
-def reply(value: Any, status: int = 200) -> httpx.Response:
-    return httpx.Response(status, content=msgspec.json.encode(value))
-
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    server = Server()
-    monkeypatch.setattr(cli, "Toolgap", functools.partial(Toolgap, transport=httpx.MockTransport(server)))
-    return server
-
-
-def run(*arguments: str, environ: dict[str, str] | None = None, stdin: str | bytes | None = None) -> Result:
-    clean = {"TOOLGAP_URL": None, "TOOLGAP_API_KEY": None, "TOOLGAP_DEBUG": None, "COLUMNS": "100"}
-    return CliRunner(env={**clean, **(environ or {})}).invoke(app, arguments, input=stdin)
-
-
-def words(text: str) -> str:
-    """The text without its wrapping and the frame that typer draws around complaints."""
-    return " ".join(text.replace("│", " ").split())
+    return serving(monkeypatch)
 
 
 # ---- exit statuses and variables ----
+
+
+def test_a_closed_stdin_is_told() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -m toolgap submit --text-file - <&-'],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == Exit.USAGE
+    assert "stdin is closed" in words(done.stderr)
 
 
 def test_help_says_every_exit_status() -> None:
@@ -189,7 +128,9 @@ def test_submit_sends_what_was_asked(server: Server) -> None:
 
 def test_submit_tries_again_for_as_long_as_it_may(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
+    time = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+    monkeypatch.setattr(calls, "time", time)
+    monkeypatch.setattr(client, "time", time)
     error = ErrorReply(error=Error(code=Code.PAUSED, message="paused", retry_after_s=2.0))
     server.reply = lambda _: reply(error, 503) if len(pauses) < 2 else reply(operation())
     assert run("submit", "--text", "a", "--retry", "60").exit_code == Exit.OK
@@ -223,6 +164,8 @@ def test_submit_reads_files_and_stdin(server: Server, tmp_path: Path) -> None:
         (("--ids-file", "-"), "1 2 3", "JSON list"),
         (("--ids-file", "-"), '["one"]', "JSON list"),
         (("--text", "a", "--ttl", "soon"), None, "--ttl"),
+        (("--text", "a", "--ttl", "nan"), None, "finite number of seconds"),
+        (("--text", "a", "--retry", "inf"), None, "finite number of seconds"),
         (("--text", "a", "--url", "server:1"), None, "no URL of a server"),
         (("--text", "a", "--api-key", "ключ"), None, "API key"),
         (("--text", "\udcff"), None, "not text"),
@@ -280,6 +223,28 @@ def test_wait_succeeds_only_if_all_was_restored(
     result = run("wait", "op-1")
     assert result.exit_code == status
     assert outcome.state in result.stdout
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_submit_may_wait_too(server: Server, as_json: tuple[str, ...]) -> None:
+    outcome = operation(State.PARTIAL, Reason.STORAGE_SHORTFALL)
+    server.reply = lambda body: reply(operation() if body["action"] == "submit" else outcome)
+    result = run("submit", "--text", "a", "--wait", "--timeout", "5", *as_json)
+    assert result.exit_code == Exit.FAILED
+    assert [body["action"] for body in server.bodies] == ["submit", "status"]
+    assert server.bodies[1]["wait_s"] <= 5.0
+    assert "storage_shortfall" in result.stdout
+    assert "restoring" not in result.stdout
+
+
+def test_an_interrupt_has_its_own_status(server: Server) -> None:
+    def interrupt(_: dict[str, Any]) -> httpx.Response:
+        raise KeyboardInterrupt
+
+    server.reply = interrupt
+    result = run("wait", "op-1")
+    assert result.exit_code == Exit.INTERRUPTED
+    assert "Traceback" not in result.output
 
 
 def test_a_wait_that_is_over_too_soon(server: Server) -> None:
@@ -401,6 +366,14 @@ def test_serve_without_sglang_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     assert "pip install 'toolgap[sglang]'" in words(result.stderr)
 
 
+def test_serve_prints_json() -> None:
+    result = run("serve", "--print", "--json", "--max-operations", "4", "--", "--model-path", "m")
+    launch = json.loads(result.stdout)
+    assert launch["command"][-2:] == ["--model-path", "m"]
+    assert launch["environment"]["TOOLGAP_MAX_OPERATIONS"] == "4"
+    assert run("serve", "--json", "--", "--model-path", "m").exit_code == Exit.USAGE
+
+
 # ---- doctor ----
 
 SOUND = Installation("0.5.23", [], ["toolgap"])
@@ -485,4 +458,57 @@ def test_demo_passes_its_options_on_and_its_status_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(demo, "run", play)
     options = ["--prompt-tokens", "700", "--trials", "2", "--output", "out", "--model", "m", "--cpu"]
     assert run("demo", *options).exit_code == status
-    assert called == [((700, 2, Path("out")), {"model": "m", "url": None, "cpu": True})]
+    [(args, kwargs)] = called
+    assert args == (700, 2, Path("out"))
+    assert isinstance(kwargs.pop("console"), Console)
+    assert kwargs == {"model": "m", "url": None, "cpu": True}
+
+
+def test_demo_with_json_prints_the_results_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def play(_tokens: int, _trials: int, output: Path, console: Console, **_options: Any) -> int:
+        console.print("the story")
+        (output / demo.RESULTS).write_text('{"seen": "it was faster"}\n')
+        return 0
+
+    monkeypatch.setattr(demo, "run", play)
+    result = run("demo", "--json", "--output", str(tmp_path))
+    assert result.exit_code == Exit.OK
+    assert json.loads(result.stdout) == {"seen": "it was faster"}
+    assert "the story" in result.stderr
+    monkeypatch.setattr(demo, "run", lambda *_, **__: 1)
+    (tmp_path / demo.RESULTS).unlink()
+    assert run("demo", "--json", "--output", str(tmp_path)).stdout == ""
+
+
+# ---- bench, version, completion ----
+
+
+def test_recipes_and_releases_speak_json() -> None:
+    assert "matrix" in json.loads(run("bench", "recipes", "--json").stdout)
+    releases = json.loads(run("version", "--json").stdout)
+    assert releases.keys() == {"toolgap", "protocol", "sglang", "supported"}
+
+
+def test_bench_verify_speaks_json(tmp_path: Path) -> None:
+    result = run("bench", "verify", "--json", str(tmp_path))
+    assert result.exit_code == Exit.FAILED
+    [(folder, problems)] = json.loads(result.stdout).items()
+    assert folder == str(tmp_path)
+    assert problems
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "toolgap"],
+        env={
+            **os.environ,
+            "_TOOLGAP_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": "toolgap re",
+            "COMP_CWORD": "1",
+        }
+        | {"_TYPER_COMPLETE_ARGS": "toolgap re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+        capture_output=True,
+        text=True,
+    )
+    assert "resolve" in result.stdout
