@@ -4,16 +4,22 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench verify-evidence test test-unit test-engine soak lint format typecheck docs docs-check clean
+.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-hooks test-engine soak lint format typecheck docs docs-check clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 env: ## Set up the environment: a shared one of 6.2 GiB, once, and a thin .venv over it
 	@$(PYTHON) scripts/environment.py
 
+env-agents: ## Set up the environment of the agent libraries: a shared one of 0.6 GiB, and a thin .venv-agents
+	@$(PYTHON) scripts/environment.py --agents
+
 demo: ## Set up, then watch one agent turn on a real model
 	@scripts/demo
+
+examples: env env-agents ## Run every example of examples/ against one real server on the CPU
+	@.venv/bin/python scripts/examples.py
 
 bench: env ## Measure on this machine's CPU: the matrix of evidence/cpu-matrix, a quarter of an hour
 	@.venv/bin/toolgap bench run --cpu -o bench-output/matrix
@@ -26,6 +32,9 @@ test: ## Set up, then run every test
 
 test-unit: ## Run the tests that start no SGLang server: half a minute
 	@scripts/test --ignore tests/engine -m "not engine"
+
+test-hooks: ## Run the tests of the hooks, in the agent libraries' environment
+	@scripts/test-hooks
 
 test-engine: ## Run the tests that drive real SGLang servers on the CPU
 	@scripts/test -m engine
@@ -49,5 +58,5 @@ docs-check: env ## Check those pages, and the links, headings and make targets i
 	@.venv/bin/python scripts/docs.py --check
 	@.venv/bin/python scripts/docs_check.py
 
-clean: ## Remove .venv, caches and build output; the shared environment stays
-	rm -rf .venv build dist demo-output bench-output soak-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## Remove .venv, .venv-agents, caches and build output; the shared environment stays
+	rm -rf .venv .venv-agents build dist demo-output bench-output soak-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -9,6 +9,11 @@ Two layers, because the dependencies weigh gigabytes and a clone should not:
   nothing but this project, in editable form.
 
 Each layer has a record that is written last. A layer without one was interrupted and is made anew.
+
+    scripts/environment.py            the engine's, as above
+    scripts/environment.py --agents   that of the agent libraries: requirements/agents.txt, agents/ in
+                                      that folder, and .venv-agents. SGLang pins an openai that they
+                                      are too new for, so that one environment cannot hold both.
 """
 
 from __future__ import annotations
@@ -34,13 +39,9 @@ LAYOUT = 1  # raise when environments of an older script must not be used any mo
 OLDEST, NEWEST = (3, 11), (3, 13)  # the Pythons for which the locked SGLang has wheels
 OLDEST_PIP = (22, 3)  # the first with `pip --python`
 
-# Gibibytes: what stays, and what pip holds beside it while it installs.
-ENVIRONMENT_GIB, DOWNLOADS_GIB = 6.5, 3.0
 GIB = 1 << 30
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements" / "engine-cpu.txt"
-VENV = ROOT / ".venv"
 DEPENDENCY_RECORD = "toolgap-environment.json"
 CLONE_RECORD = "toolgap-clone.json"
 
@@ -54,6 +55,39 @@ class Tool(NamedTuple):
 
     what: str
     package: str
+
+
+class Kind(NamedTuple):
+    """One pair of layers. Those of different kinds lie side by side and know nothing of each other."""
+
+    lock: Path
+    venv: Path
+    subfolder: str
+    """Below the folder of the environments: what is old is looked for in a kind's own folder only."""
+    environment_gib: float
+    downloads_gib: float
+    """What pip holds beside the environment while it installs."""
+    runs_engine: bool
+    """SGLang compiles as it starts: it needs a compiler, headers, and ninja on PATH."""
+
+
+ENGINE = Kind(
+    lock=ROOT / "requirements" / "engine-cpu.txt",
+    venv=ROOT / ".venv",
+    # Directly in it, where the environments of all clones have been from the start.
+    subfolder="",
+    environment_gib=6.5,
+    downloads_gib=3.0,
+    runs_engine=True,
+)
+AGENTS = Kind(
+    lock=ROOT / "requirements" / "agents.txt",
+    venv=ROOT / ".venv-agents",
+    subfolder="agents",
+    environment_gib=0.8,
+    downloads_gib=0.3,
+    runs_engine=False,
+)
 
 
 # --- What an environment is, and where -----------------------------------------------------------
@@ -191,11 +225,13 @@ def has_pip() -> bool:
     return version is not None and tuple(map(int, version.groups())) >= OLDEST_PIP
 
 
-def missing_tools() -> list[Tool]:
+def missing_tools(kind: Kind) -> list[Tool]:
     """What is needed besides Python: to install, and for SGLang, which compiles its page hashing."""
     missing = []
     if not has_pip() and importlib.util.find_spec("ensurepip") is None:
         missing.append(Tool(f"pip for {base_python()}", "python3-venv"))
+    if not kind.runs_engine:
+        return missing
     has_compiler = shutil.which("g++") is not None
     if not has_compiler:
         missing.append(Tool("g++", "g++"))
@@ -225,16 +261,16 @@ def provide(tools: Sequence[Tool]) -> None:
     )
 
 
-def require_space(folder: Path, keep: Path) -> None:
+def require_space(kind: Kind, folder: Path, keep: Path) -> None:
     """Room for an environment, made if need be by removing an old one a little earlier."""
-    needed = ENVIRONMENT_GIB + DOWNLOADS_GIB
+    needed = kind.environment_gib + kind.downloads_gib
     if free_gib(folder) < needed:
         remove_old(folder, keep)
     free = free_gib(folder)
     if free < needed:
         raise ProblemError(
             f"too little disk space: {folder} has {free:.1f} GiB free, the environment needs"
-            f" {ENVIRONMENT_GIB} and {DOWNLOADS_GIB} more while it is installed\n"
+            f" {kind.environment_gib} and {kind.downloads_gib} more while it is installed\n"
             "  free some, or set TOOLGAP_ENV_DIR to a folder on a larger disk"
         )
 
@@ -315,25 +351,25 @@ def new_venv(path: Path, log: Path, lock: IO[str]) -> None:
     run([base_python(), "-m", "venv", "--without-pip", str(path)], log, lock, {})
 
 
-def build_dependencies(environment: Path, lock: IO[str]) -> None:
+def build_dependencies(kind: Kind, environment: Path, lock: IO[str]) -> None:
     """Makes the dependency environment where it stays: a venv cannot be moved into place."""
     if environment.exists():
         say(f"removing an unfinished build: {environment}")
         shutil.rmtree(environment)
     folder, log = environment.parent, environment.with_suffix(".log")
     log.unlink(missing_ok=True)
-    require_space(folder, environment)
-    lines = pins(LOCK.read_text(encoding="utf-8"))
+    require_space(kind, folder, environment)
+    lines = pins(kind.lock.read_text(encoding="utf-8"))
     say(f"dependency environment: {environment}")
     start = time.monotonic()
-    name = f"installing {len(lines)} packages ({ENVIRONMENT_GIB} GiB; minutes)"
+    name = f"installing {len(lines)} packages ({kind.environment_gib} GiB; minutes)"
     with phase(name):
         new_venv(environment, log, lock)
         # Downloads go beside the environment: /tmp is often too small for them.
         downloads = environment / "downloads"
         downloads.mkdir()
         options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-        command = [*installer(environment, log, lock), "install", *options, "-r", str(LOCK)]
+        command = [*installer(environment, log, lock), "install", *options, "-r", str(kind.lock)]
         run(command, log, lock, {"TMPDIR": str(downloads)})
         shutil.rmtree(downloads)
     seconds = round(time.monotonic() - start)
@@ -355,8 +391,9 @@ def remove_old(folder: Path, keep: Path) -> None:
             path.with_suffix(".log").unlink(missing_ok=True)
 
 
-def build_clone(dependencies: Path, venv: Path, record: Mapping[str, Any], lock: IO[str]) -> None:
-    """Makes .venv over the dependency environment and installs the project into it."""
+def build_clone(kind: Kind, dependencies: Path, record: Mapping[str, Any], lock: IO[str]) -> None:
+    """Makes the clone's layer over the dependency environment and installs the project into it."""
+    venv = kind.venv
     if venv.exists():
         if not (venv / CLONE_RECORD).exists():
             raise ProblemError(f"{venv} exists and was not made by this script: move it away")
@@ -365,12 +402,13 @@ def build_clone(dependencies: Path, venv: Path, record: Mapping[str, Any], lock:
     # The first thing in it, so that it is known as ours even if we are interrupted.
     write_record(venv / CLONE_RECORD, {})
     log = venv / "log"
-    with phase("installing toolgap into .venv"):
+    with phase(f"installing toolgap into {venv.name}"):
         new_venv(venv, log, lock)
         path_file = site_packages(venv) / "toolgap-dependencies.pth"
         path_file.write_text(f"{site_packages(dependencies)}\n", encoding="utf-8")
-        # SGLang compiles with the ninja that it finds on PATH.
-        (venv / "bin" / "ninja").symlink_to(dependencies / "bin" / "ninja")
+        if kind.runs_engine:
+            # SGLang compiles with the ninja that it finds on PATH.
+            (venv / "bin" / "ninja").symlink_to(dependencies / "bin" / "ninja")
         pip = [str(dependencies / "bin" / "python"), "-m", "pip", "--python", f"{venv}/bin/python"]
         options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
         run([*pip, "install", *options, "--editable", str(ROOT)], log, lock, {})
@@ -378,25 +416,25 @@ def build_clone(dependencies: Path, venv: Path, record: Mapping[str, Any], lock:
     write_record(venv / CLONE_RECORD, record)
 
 
-def ensure() -> None:
-    """Both layers, complete and up to date."""
+def ensure(kind: Kind) -> None:
+    """Both layers of a kind, complete and up to date."""
     require_platform()
-    folder = environments_folder(os.environ, Path.home())
-    key = environment_key(LOCK.read_text(encoding="utf-8"), interpreter_tag())
+    folder = environments_folder(os.environ, Path.home()) / kind.subfolder
+    key = environment_key(kind.lock.read_text(encoding="utf-8"), interpreter_tag())
     dependencies = folder / key
     record = clone_record(dependencies, ROOT, (ROOT / "pyproject.toml").read_bytes())
 
     def clone_is_current() -> bool:
-        return has_python(VENV) and read_record(VENV / CLONE_RECORD) == record
+        return has_python(kind.venv) and read_record(kind.venv / CLONE_RECORD) == record
 
     if is_complete(dependencies) and clone_is_current():
         return
     with only_one(folder) as lock:
-        provide(missing_tools())
+        provide(missing_tools(kind))
         if not is_complete(dependencies):
-            build_dependencies(dependencies, lock)
+            build_dependencies(kind, dependencies, lock)
         if not clone_is_current():
-            build_clone(dependencies, VENV, record, lock)
+            build_clone(kind, dependencies, record, lock)
 
 
 # --- The command ---------------------------------------------------------------------------------
@@ -421,10 +459,21 @@ def use_supported_python() -> None:
     )
 
 
-def main() -> int:
+def kind_asked_for(arguments: Sequence[str]) -> Kind:
+    match arguments:
+        case []:
+            return ENGINE
+        case ["--agents"]:
+            return AGENTS
+        case _:
+            raise ProblemError(f"unknown arguments: {' '.join(arguments)}\n  there is only --agents")
+
+
+def main(arguments: Sequence[str]) -> int:
     try:
+        kind = kind_asked_for(arguments)
         use_supported_python()
-        ensure()
+        ensure(kind)
     except ProblemError as problem:
         print(f"toolgap: {problem}", file=sys.stderr)
         return 1
@@ -438,4 +487,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

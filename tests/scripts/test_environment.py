@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def test_key_is_a_name_that_removal_knows(tmp_path: Path) -> None:
 )
 def test_folder(variables: dict[str, str], expected: str) -> None:
     assert environment.environments_folder(variables, Path("/home/a")) == Path(expected)
+
+
+def test_kinds_share_nothing() -> None:
+    engine, agents = environment.ENGINE, environment.AGENTS
+    assert engine.lock != agents.lock
+    assert engine.venv != agents.venv
+    assert engine.subfolder != agents.subfolder
+
+
+def test_a_kinds_folder_is_no_name_that_removal_knows(tmp_path: Path) -> None:
+    (tmp_path / environment.AGENTS.subfolder).mkdir()
+    assert environment.removable(tmp_path, tmp_path / NEW, frozenset()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"), [([], environment.ENGINE), (["--agents"], environment.AGENTS)]
+)
+def test_kind_is_made_only_when_asked_for(arguments: list[str], kind: environment.Kind) -> None:
+    assert environment.kind_asked_for(arguments) is kind
+
+
+def test_other_arguments_are_a_problem() -> None:
+    with pytest.raises(environment.ProblemError, match="--agent\n"):
+        environment.kind_asked_for(["--agent"])
 
 
 # Complete, unfinished, damaged
@@ -153,6 +178,18 @@ def test_removal_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.iterdir()) == [keep]
 
 
+def test_kinds_do_not_remove_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "mapped_files", frozenset)
+    folders = [tmp_path / kind.subfolder for kind in (environment.ENGINE, environment.AGENTS)]
+    engine, agents = (finished(folder, NEW) for folder in folders)
+    for folder, keep in zip(folders, (engine, agents), strict=True):
+        finished(folder, OLD)
+        environment.remove_old(folder, keep)
+    assert environment.is_complete(engine)
+    assert environment.is_complete(agents)
+    assert not list(tmp_path.rglob(OLD))
+
+
 def test_mapped_files_are_read_from_every_process(tmp_path: Path) -> None:
     for process, line in {"12": "/env/a b.so", "7": "[heap]", "self": "/env/not-a-process"}.items():
         (tmp_path / process).mkdir()
@@ -172,14 +209,14 @@ def test_this_process_is_among_those_looked_at() -> None:
 def test_too_little_space_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_gib", lambda path: 3.0)
     with pytest.raises(environment.ProblemError, match=r"has 3\.0 GiB free.*\n.*TOOLGAP_ENV_DIR"):
-        environment.require_space(tmp_path, tmp_path / NEW)
+        environment.require_space(environment.ENGINE, tmp_path, tmp_path / NEW)
 
 
 def test_an_old_environment_makes_room_for_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = finished(tmp_path, OLD)
     monkeypatch.setattr(environment, "mapped_files", frozenset)
     monkeypatch.setattr(environment, "free_gib", lambda path: 3.0 if old.exists() else 10.0)
-    environment.require_space(tmp_path, tmp_path / NEW)
+    environment.require_space(environment.ENGINE, tmp_path, tmp_path / NEW)
     assert not old.exists()
 
 
@@ -199,6 +236,13 @@ def test_missing_tools_are_named_for_a_person(monkeypatch: pytest.MonkeyPatch) -
     tools = [environment.Tool("g++", "g++"), environment.Tool("the headers", "libssl-dev")]
     with pytest.raises(environment.ProblemError, match="apt-get install g\\+\\+ libssl-dev"):
         environment.provide(tools)
+
+
+def test_only_an_engine_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_pip", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert environment.missing_tools(environment.AGENTS) == []
+    assert "g++" in {tool.package for tool in environment.missing_tools(environment.ENGINE)}
 
 
 def test_nothing_missing_is_no_problem() -> None:

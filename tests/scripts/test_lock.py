@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 import lock
@@ -8,7 +10,7 @@ def test_lock_left_out_list_and_pyproject_agree_with_what_is_installed() -> None
 
 
 def test_lock_names_what_scripts_rely_on() -> None:
-    pins = lock.parse_pins(lock.LOCK.read_text(encoding="utf-8"))
+    pins = lock.parse_pins(lock.ENGINE.path.read_text(encoding="utf-8"))
     assert {"sglang", "torch", "torchvision", "ninja", "pip", "hatchling", "editables"} <= set(pins)
 
 
@@ -30,7 +32,22 @@ def test_header_ends_at_the_first_other_line() -> None:
 def test_wanted_is_dependencies_extras_and_build_tools() -> None:
     project = {"dependencies": ["a"], "optional-dependencies": {"cpu": ["b"], "test": ["c"]}}
     pyproject = {"project": project, "build-system": {"requires": ["d"]}}
-    assert lock.wanted(pyproject) == ["a", "b", "c", "d", *lock.BUILD_TOOLS]
+    assert lock.wanted(pyproject, lock.ENGINE) == ["a", "b", "c", "d", *lock.BUILD_TOOLS]
+
+
+def test_wanted_has_what_a_file_adds(tmp_path: Path) -> None:
+    project = {"dependencies": ["a"], "optional-dependencies": {"cpu": ["b"], "hook": ["c"]}}
+    pyproject = {"project": project, "build-system": {"requires": ["d"]}}
+    added = tmp_path / "added.in"
+    added.write_text("# why\ne>=1\n", encoding="utf-8")
+    wanted = lock.wanted(pyproject, lock.Lock(tmp_path / "added.txt", ("hook",), added=added))
+    assert wanted == ["a", "c", "e>=1", "d", *lock.BUILD_TOOLS]
+
+
+def test_agents_lock_has_a_pin_for_everything_asked_for() -> None:
+    pins = lock.parse_pins(lock.AGENTS.path.read_text(encoding="utf-8"))
+    asked = [("pyproject.toml", text) for text in lock.wanted(lock.read_pyproject(), lock.AGENTS)]
+    assert lock.unmet(pins, (), asked) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import typer
 
 from toolgap.bench.cli import app as bench
 from toolgap.cli import demo, doctor, operations, serve, version, watch
+from toolgap.hooks.cli import app as hooks
 from toolgap.prefixes.cli import check_prefix
 from toolgap.terminal import EXITS
 
@@ -35,3 +36,4 @@ COMMANDS = (
 for command in COMMANDS:
     app.command()(command)
 app.add_typer(bench)
+app.add_typer(hooks)
