@@ -1,0 +1,94 @@
+"""The gateway as an ASGI application: the proxy, and beside it what operates it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from toolgap.gateway.config import Config
+from toolgap.gateway.logs import log_exchange
+from toolgap.gateway.metrics import Metrics
+from toolgap.gateway.observing import Observer, Observing
+from toolgap.gateway.proxy import Exchange, Limits, Proxy
+from toolgap.gateway.upstreams import Upstream, Upstreams, transport
+
+
+def limits(config: Config) -> Limits:
+    """The proxy's part of the settings."""
+    return Limits(
+        max_body_bytes=config.max_body_bytes,
+        max_observed_body_bytes=config.max_observed_body_bytes,
+        connect_timeout_s=config.connect_timeout_s,
+        read_timeout_s=config.read_timeout_s or None,
+        write_timeout_s=config.write_timeout_s or None,
+    )
+
+
+def application(config: Config, observer: Observer | None = None) -> Starlette:
+    """The gateway. Its lifespan checks the upstreams, and ends the observer's thread.
+
+    Args:
+        config: The settings.
+        observer: Looks at what passes.
+    """
+    metrics = Metrics(config.upstreams)
+    upstreams = Upstreams(
+        [
+            Upstream(url, transport(max_idle=config.max_idle_connections, idle_s=config.idle_s))
+            for url in config.upstreams
+        ],
+        check_path=config.check_path,
+        check_interval_s=config.check_interval_s,
+        check_timeout_s=config.check_timeout_s,
+        on_change=metrics.health_changed,
+    )
+    observing = None
+    if observer is not None:
+        observing = Observing(
+            observer,
+            max_backlog_bytes=config.max_backlog_bytes,
+            session_timeout_s=config.session_timeout_s,
+            on_error=metrics.observer_errors.inc,
+            on_unseen=metrics.unseen.inc,
+        )
+
+    def ended(exchange: Exchange) -> None:
+        metrics.ended(exchange)
+        log_exchange(exchange)
+
+    proxy = Proxy(upstreams, limits(config), observing=observing, on_begin=metrics.began, on_end=ended)
+
+    async def healthz(request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(request: Request) -> Response:
+        health = {one.url: one.health.value for one in upstreams.all}
+        return JSONResponse({"upstreams": health}, 200 if upstreams.is_ready else 503)
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as group:
+            group.start_soon(upstreams.check_for_ever)
+            yield
+            group.cancel_scope.cancel()
+        await upstreams.aclose()
+        if observing is not None:
+            await anyio.to_thread.run_sync(observing.close, config.check_timeout_s)
+
+    routes = [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route("/metrics", show_metrics),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    # Whatever is none of these is the upstream's, also what has no path at all, as in OPTIONS *.
+    app.router.default = proxy
+    app.router.redirect_slashes = False
+    return app

@@ -1,0 +1,184 @@
+"""What an operator can set: by flags, ``TOOLGAP_GATEWAY_*`` variables, or a TOML file, in this order."""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+from msgspec import Meta
+
+PREFIX = "TOOLGAP_GATEWAY_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+KIB, MIB = 2**10, 2**20
+DAY_S = 86_400
+
+
+class ConfigError(ValueError):
+    """A setting cannot be used; the text names it, and where it is from."""
+
+
+def _seconds(text: str) -> Any:
+    return Meta(ge=0, le=DAY_S, description=text)
+
+
+def _some_seconds(text: str) -> Any:
+    return Meta(gt=0, le=DAY_S, description=text)
+
+
+def _count(text: str, *, low: int = 0, high: int | None = None) -> Any:
+    return Meta(ge=low, le=high, description=text)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gateway's settings. Times are in seconds."""
+
+    upstreams: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(
+            min_length=1,
+            description="The servers that requests go to, and nothing else: base URLs, without `/v1`.",
+        ),
+    ]
+    host: Annotated[str, Meta(description="Whom it listens to; this machine only by default.")] = "127.0.0.1"
+    port: Annotated[int, _count("Where it listens; 0 takes any free port.", high=65_535)] = 30_800
+    max_body_bytes: Annotated[int, _count("Largest request body; a larger one gets 413.", low=1)] = 64 * MIB
+    max_observed_body_bytes: Annotated[
+        int, _count("A larger body passes without being looked at for sessions and tool calls.", low=1)
+    ] = 16 * MIB
+    max_backlog_bytes: Annotated[
+        int,
+        _count(
+            "What may wait to be looked at, of all bodies together; what finds this full passes without.",
+            low=1,
+        ),
+    ] = 64 * MIB
+    session_timeout_s: Annotated[
+        float,
+        _some_seconds(
+            "With several upstreams: the longest that a request waits for its session to be found."
+        ),
+    ] = 0.005
+    connect_timeout_s: Annotated[
+        float, _some_seconds("Longest time to connect to an upstream before the next one is tried.")
+    ] = 5.0
+    read_timeout_s: Annotated[
+        float, _seconds("Longest silence of an upstream, before and within an answer; 0 is for ever.")
+    ] = 0.0
+    write_timeout_s: Annotated[
+        float, _seconds("Longest time in which an upstream takes nothing of a request's body; 0 is for ever.")
+    ] = 0.0
+    max_idle_connections: Annotated[
+        int, _count("Connections to each upstream that are kept open for requests to come.")
+    ] = 256
+    idle_s: Annotated[
+        float, _seconds("For how long; keep it below the upstream's own limit, which is 5 s for SGLang.")
+    ] = 3.0
+    check_path: Annotated[
+        str, Meta(pattern="^/", description="What upstreams are asked to see how they are.")
+    ] = "/health"
+    check_interval_s: Annotated[float, _some_seconds("How often.")] = 5.0
+    check_timeout_s: Annotated[float, _some_seconds("How long they may take to answer.")] = 5.0
+    drain_s: Annotated[
+        int, _count("After SIGTERM: how long running answers may go on before they are cut off.", high=DAY_S)
+    ] = 60
+
+    def __post_init__(self) -> None:
+        normal = tuple(base_url(url) for url in self.upstreams)
+        twice = next((url for url in normal if normal.count(url) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the upstream {twice} is given twice")
+        msgspec.structs.force_setattr(self, "upstreams", normal)
+
+
+def base_url(url: str) -> str:
+    """An upstream's URL in the form that logs and metrics have.
+
+    Raises:
+        ValueError: it is no base URL of a server; the text says why, without what may be a password.
+    """
+    try:
+        parsed = httpx.URL(url.strip())
+    except httpx.InvalidURL as error:
+        raise ValueError(f"an upstream is no URL: {error}") from None
+    if parsed.userinfo:
+        raise ValueError(
+            f"the upstream of host {parsed.host!r} has a user or password in its URL: clients send their own keys"
+        )
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"the upstream {url!r} must be a URL like http://127.0.0.1:30000")
+    if parsed.query or parsed.fragment:
+        raise ValueError(f"the upstream {url!r} must be without a query and a fragment")
+    path = parsed.raw_path.decode().rstrip("/")
+    if path.endswith("/v1"):
+        raise ValueError(f"the upstream {url!r} must be without /v1: a request brings its own path")
+    return f"{parsed.scheme}://{parsed.netloc.decode()}{path}"
+
+
+FIELDS = msgspec.structs.fields(Config)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> Config:
+    """The settings: a flag comes before a variable, a variable before the file, and the file before the default.
+
+    Args:
+        flags: By the names of the fields; None and an empty list are no value.
+        environ: The environment. ``upstreams`` is there a list with blanks or commas between.
+        file: TOML with the names of the fields; if None, the one that ``TOOLGAP_GATEWAY_CONFIG`` names, if any.
+
+    Raises:
+        ConfigError: a value cannot be used, a name is unknown, or the file cannot be read.
+    """
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if file is not None:
+        found = _read(file)
+        values |= found
+        origins |= {name: f"{name} in {file}" for name in found}
+    names = {field.name for field in FIELDS}
+    known = {variable(name) for name in names} | {FILE_VARIABLE}
+    if unknown := sorted(name for name in environ if name.startswith(PREFIX) and name not in known):
+        raise ConfigError(f"{unknown[0]} is no setting of the gateway")
+    for name in names:
+        if text := environ.get(variable(name), "").strip():
+            values[name] = text.replace(",", " ").split() if name == "upstreams" else text
+            origins[name] = variable(name)
+    for name, given in flags.items():
+        if given is not None and given != []:
+            values[name] = given
+            origins[name] = flag(name)
+    if "upstreams" not in values:
+        raise ConfigError(f"no upstream: give {flag('upstreams')} http://HOST:PORT, once or more often")
+    for name, given in values.items():
+        if isinstance(given, float) and not math.isfinite(given):
+            raise ConfigError(f"{origins[name]}: must be finite")
+    try:
+        return msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        wrong = next((name for name in values if f"`$.{name}" in text), None)
+        said = text.split(" - at ")[0]
+        raise ConfigError(f"{origins[wrong]}: {said}" if wrong else said) from None
+
+
+def flag(name: str) -> str:
+    """The command's option of a setting."""
+    return "--upstream" if name == "upstreams" else f"--{name.replace('_', '-')}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no TOML: {error}") from None
