@@ -44,6 +44,7 @@ FAILURES: dict[str, str] = {
     "wait": "the operation ended otherwise than restored, or did not end in time",
     "check-prefix": "a turn does not extend the one before it",
     "doctor": "there is a problem",
+    "gateway": "it could not listen; its log says why",
     "demo": "an invariant did not hold, or the demo could not be played",
     "bench run": "the run could not go on",
     "bench report": "the folder holds no run",

@@ -135,7 +135,8 @@ async def read_body(receive: Any) -> bytes:
     while True:
         message = await receive()
         assert message["type"] == "http.request"
-        body += message["body"]
+        part: bytes = message["body"]
+        body += part
         if not message["more_body"]:
             return body
 

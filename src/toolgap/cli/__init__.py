@@ -7,7 +7,7 @@ knows more than the modules it calls: it reads options, prints, and chooses the 
 import typer
 
 from toolgap.bench.cli import app as bench
-from toolgap.cli import demo, doctor, operations, serve, version, watch
+from toolgap.cli import demo, doctor, gateway, operations, serve, version, watch
 from toolgap.hooks.cli import app as hooks
 from toolgap.prefixes.cli import check_prefix
 from toolgap.terminal import EXITS
@@ -29,6 +29,7 @@ COMMANDS = (
     watch.watch,
     check_prefix,
     serve.serve,
+    gateway.gateway,
     doctor.doctor,
     demo.demo,
     version.version,

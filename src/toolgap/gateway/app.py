@@ -16,6 +16,9 @@ from toolgap.gateway.observing import Observer, Observing
 from toolgap.gateway.proxy import Exchange, Limits, Proxy
 from toolgap.gateway.upstreams import Upstream, Upstreams, transport
 
+CLOSING_S = 5.0
+"""How long what is cut off, and the observer, may take to come to an end."""
+
 
 def limits(config: Config) -> Limits:
     """The proxy's part of the settings."""
@@ -78,9 +81,12 @@ def application(config: Config, observer: Observer | None = None) -> Starlette:
             group.start_soon(upstreams.check_for_ever)
             yield
             group.cancel_scope.cancel()
+        # What was cut off still has its end to tell.
+        with anyio.move_on_after(CLOSING_S):
+            await proxy.idle()
         await upstreams.aclose()
         if observing is not None:
-            await anyio.to_thread.run_sync(observing.close, config.check_timeout_s)
+            await anyio.to_thread.run_sync(observing.close, CLOSING_S)
 
     routes = [
         Route("/healthz", healthz),

@@ -1,6 +1,5 @@
 """What an operator can set: by flags, ``TOOLGAP_GATEWAY_*`` variables, or a TOML file, in this order."""
 
-import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,13 +137,15 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     """
     if file is None and environ.get(FILE_VARIABLE):
         file = Path(environ[FILE_VARIABLE])
+    names = {field.name for field in FIELDS}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if file is not None:
         found = _read(file)
+        if strange := sorted(found.keys() - names):
+            raise ConfigError(f"{strange[0]} in {file} is no setting of the gateway")
         values |= found
         origins |= {name: f"{name} in {file}" for name in found}
-    names = {field.name for field in FIELDS}
     known = {variable(name) for name in names} | {FILE_VARIABLE}
     if unknown := sorted(name for name in environ if name.startswith(PREFIX) and name not in known):
         raise ConfigError(f"{unknown[0]} is no setting of the gateway")
@@ -158,16 +159,13 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
             origins[name] = flag(name)
     if "upstreams" not in values:
         raise ConfigError(f"no upstream: give {flag('upstreams')} http://HOST:PORT, once or more often")
-    for name, given in values.items():
-        if isinstance(given, float) and not math.isfinite(given):
-            raise ConfigError(f"{origins[name]}: must be finite")
     try:
         return msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
-        text = str(error)
-        wrong = next((name for name in values if f"`$.{name}" in text), None)
-        said = text.split(" - at ")[0]
-        raise ConfigError(f"{origins[wrong]}: {said}" if wrong else said) from None
+        said = str(error).split(" - at ")[0]
+        # What names no field is about all upstreams together.
+        wrong = next((name for name in values if f"`$.{name}" in str(error)), "upstreams")
+        raise ConfigError(f"{origins[wrong]}: {said}") from None
 
 
 def flag(name: str) -> str:

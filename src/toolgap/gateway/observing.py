@@ -4,22 +4,23 @@ An observer runs in a thread of its own, and gets everything through a queue tha
 So it can neither delay a stream nor alter or break it, whatever it does.
 """
 
+import asyncio
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import anyio
-import anyio.from_thread
-import anyio.lowlevel
 
 from toolgap.gateway.headers import Headers
 
 logger = logging.getLogger("toolgap.gateway")
 
-T = TypeVar("T")
+EVENT_BYTES = 256
+"""What an entry of the queue weighs beside what it carries."""
 
 
 class Ending(StrEnum):
@@ -64,17 +65,20 @@ class Observation(Protocol):
 
 
 class Observer(Protocol):
-    """Looks at what passes. Every method is called in one and the same thread, and may raise anything."""
+    """Looks at what passes: POSTs to the paths of the four APIs.
+
+    Every method is called in one and the same thread, and may raise anything.
+    """
 
     def session(self, request: Asked) -> str | None:
         """A name for the session of a request, equal for all its requests; None if there is none.
 
-        With several upstreams a request waits for it, for a short time, to go where its session goes. It is
-        called before ``asked``, and perhaps with no ``asked`` after it.
+        Called with several upstreams only, before ``asked``: the request waits for it, for a short time, to go
+        where its session goes.
         """
 
     def asked(self, request: Asked) -> Observation | None:
-        """A request was sent to an upstream; None if what follows is of no interest."""
+        """A request has arrived, to the end of its body; None if what follows is of no interest."""
 
 
 class Watch:
@@ -83,7 +87,10 @@ class Watch:
     def __init__(self, observing: "Observing", request: Asked) -> None:
         self._observing = observing
         self._observation: Observation | None = None
-        self._passed_by = False
+        self._passed_by = not observing.has_room_for(len(request.body or b""))
+        if self._passed_by:
+            observing.on_unseen()
+            request = request._replace(body=None)
         observing.enqueue(lambda: self._begin(request), len(request.body or b""))
 
     def answering(self, upstream: str, status: int, headers: Headers) -> None:
@@ -156,14 +163,16 @@ class Observing:
     async def session(self, request: Asked) -> str | None:
         """The name of a request's session; None also if the observer fails, or does not say it in time."""
         answered = anyio.Event()
-        token = anyio.lowlevel.current_token()
+        loop = asyncio.get_running_loop()
         names: list[str | None] = []
 
         def ask() -> None:
             try:
                 names.append(self.observer.session(request))
             finally:
-                anyio.from_thread.run_sync(answered.set, token=token)
+                # The loop is closed if the gateway stopped meanwhile.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(answered.set)
 
         self.enqueue(ask, 0)
         with anyio.move_on_after(self._session_timeout_s):
@@ -172,10 +181,12 @@ class Observing:
 
     def has_room_for(self, size_bytes: int) -> bool:
         """Whether the queue takes so many bytes more."""
-        return self._put_bytes - self._done_bytes + size_bytes <= self._max_backlog_bytes
+        backlog_bytes = self._put_bytes - self._done_bytes
+        return backlog_bytes + size_bytes + EVENT_BYTES <= self._max_backlog_bytes
 
     def enqueue(self, job: Callable[[], object], size_bytes: int) -> None:
         """Let the observer's thread run this, after what it was given before."""
+        size_bytes += EVENT_BYTES
         self._put_bytes += size_bytes
         self._queue.put((job, size_bytes))
 

@@ -98,6 +98,8 @@ class RequestBody(httpx.AsyncByteStream):
         self.touched = False
         """Whether it has begun to go to an upstream."""
         self.finished = anyio.Event()
+        self.on_finished: Callable[[], None] = lambda: None
+        """Called as its last part has arrived."""
         self._receive = receive
         self._max_bytes = max_bytes
         self._keep_bytes = keep_bytes
@@ -141,6 +143,7 @@ class RequestBody(httpx.AsyncByteStream):
                 self._kept = None
         if not message.get("more_body", False):
             self.finished.set()
+            self.on_finished()
         return chunk
 
 
@@ -166,9 +169,17 @@ class Proxy:
     ) -> None:
         self.upstreams = upstreams
         self.limits = limits
-        self._observing = observing
+        self.observing = observing
         self._on_begin = on_begin
         self._on_end = on_end
+        self._running = 0
+        self._idle = anyio.Event()
+
+    async def idle(self) -> None:
+        """Wait until no exchange is under way. New ones must not come any more."""
+        while self._running:
+            self._idle = anyio.Event()
+            await self._idle.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -184,6 +195,7 @@ class Proxy:
             path=scope["raw_path"].decode("ascii", "replace"),
         )
         self._on_begin()
+        self._running += 1
         passage = _Passage(self, exchange, scope, receive, send)
         try:
             await passage.run()
@@ -193,10 +205,13 @@ class Proxy:
             if passage.watch is not None:
                 passage.watch.ended(exchange.ending)
             self._on_end(exchange)
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
 
     def is_shown(self, exchange: Exchange) -> bool:
         """Whether the observer gets this one with its body."""
-        return self._observing is not None and exchange.method == "POST" and exchange.path in API_PATHS
+        return self.observing is not None and exchange.method == "POST" and exchange.path in API_PATHS
 
 
 def _kind(error: Exception) -> str:
@@ -287,26 +302,38 @@ class _Passage:
         return f"the upstream {self.exchange.upstream}"
 
     async def _pass_on(self) -> None:
-        request = Asked(
-            self.exchange.request_id, self.exchange.method, self.exchange.path, self.headers, None
-        )
-        observing = self.proxy._observing
-        key = None
-        if observing is not None and self.proxy.is_shown(self.exchange) and len(self.proxy.upstreams.all) > 1:
-            await self.body.read_ahead()
-            key = await observing.session(request._replace(body=self.body.kept))
+        key = await self._session()
+        if self.body.finished.is_set():
+            self._show()
+        else:
+            self.body.on_finished = self._show
         upstream, response = await self._first_answer(self.proxy.upstreams.order(key))
         upstream.in_flight += 1
         try:
             if not 200 <= response.status_code <= 599:
                 raise httpx.RemoteProtocolError(f"status {response.status_code}")
-            if observing is not None and self.proxy.is_shown(self.exchange):
-                self.watch = observing.watch(request._replace(body=self.body.kept))
+            self._show()
             await self._pass_back(upstream, response)
         finally:
             upstream.in_flight -= 1
             with anyio.CancelScope(shield=True):
                 await response.aclose()
+
+    async def _session(self) -> str | None:
+        observing = self.proxy.observing
+        if observing is None or len(self.proxy.upstreams.all) == 1 or not self.proxy.is_shown(self.exchange):
+            return None
+        await self.body.read_ahead()
+        return await observing.session(self._request())
+
+    def _show(self) -> None:
+        observing = self.proxy.observing
+        if observing is not None and self.watch is None and self.proxy.is_shown(self.exchange):
+            self.watch = observing.watch(self._request())
+
+    def _request(self) -> Asked:
+        exchange = self.exchange
+        return Asked(exchange.request_id, exchange.method, exchange.path, self.headers, self.body.kept)
 
     async def _first_answer(self, upstreams: list[Upstream]) -> tuple[Upstream, httpx.Response]:
         """The answer of the first server that can be connected to.

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from typing import Any
 
 import uvicorn
 
@@ -55,6 +54,8 @@ def run(config: Config, observer: Observer | None = None) -> bool:
     """
     log_to_stderr()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    running: Any = server(config, observer)
-    running.run()
-    return bool(running.started)
+    try:
+        server(config, observer).run()
+    except SystemExit:
+        return False
+    return True

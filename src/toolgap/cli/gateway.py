@@ -1,0 +1,81 @@
+"""The command that starts the gateway."""
+
+import importlib.util
+import inspect
+import os
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+import typer
+
+from toolgap.gateway.config import FIELDS, FILE_VARIABLE, ConfigError, flag, load, variable
+from toolgap.terminal import Exit, Json, fail, guarded, print_json, with_options
+
+
+def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
+    kind, *described = get_args(field.type)
+    # A limit of a count is a Meta inside the one with the text.
+    help_text = next(meta.description for meta in described if meta.description)
+    several = get_origin(kind) is tuple
+    default = "" if field.required else f", else {field.default}"
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            list[str] | None if several else kind | None,
+            typer.Option(
+                flag(field.name),
+                help=f"{help_text} (default: ${variable(field.name)}, else the file{default})",
+                show_default=False,
+                metavar="URL" if several else None,
+            ),
+        ],
+    )
+
+
+SETTINGS = tuple(_option(field) for field in FIELDS)
+"""One option for each of the gateway's settings."""
+
+
+@with_options(SETTINGS)
+@guarded
+def gateway(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=f"Settings in TOML, by the names of the options with _ for - and `upstreams` for all of them "
+            f"(default: ${FILE_VARIABLE}).",
+            show_default=False,
+        ),
+    ] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Show the settings; start nothing.")] = False,
+    as_json: Json = False,
+    **settings: Any,
+) -> None:
+    """Pass requests on to SGLang as they are: a reverse proxy for one or several servers.
+
+    Its log is JSON on stderr. SIGTERM lets running answers end.
+    """
+    try:
+        loaded = load(settings, os.environ, config)
+    except ConfigError as error:
+        fail(Exit.USAGE, str(error))
+    if only_print:
+        if as_json:
+            print_json(loaded)
+        else:
+            for field in FIELDS:
+                # A string, a number and a list of strings are in TOML what they are in JSON.
+                typer.echo(f"{field.name} = {msgspec.json.encode(getattr(loaded, field.name)).decode()}")
+        return
+    needed = ("anyio", "prometheus_client", "starlette", "uvicorn")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(Exit.USAGE, f"{' and '.join(missing)} missing: pip install 'toolgap[gateway]'")
+    from toolgap.gateway import service
+
+    if not service.run(loaded):
+        raise typer.Exit(Exit.FAILED)
