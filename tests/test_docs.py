@@ -17,6 +17,10 @@ from typer.main import get_command
 import docs
 from toolgap.cli import app
 from toolgap.client import AsyncToolgap, Toolgap
+from toolgap.gateway import config as gateway
+from toolgap.gateway.metrics import Metrics
+from toolgap.gateway.observing import Ending
+from toolgap.gateway.refusals import Refusal
 from toolgap.prefixes.causes import Cause
 from toolgap.protocol import (
     PATH,
@@ -198,6 +202,7 @@ def test_the_client_in_an_example_has_what_is_used(name: str) -> None:
 @EVERY_DOCUMENT
 def test_every_variable_exists(name: str) -> None:
     known = {variable(field.name) for field in fields(Settings)}
+    known |= {gateway.variable(field.name) for field in gateway.FIELDS} | {gateway.FILE_VARIABLE}
     others = sources("src", "scripts")
     for found in set(re.findall(rf"\b{PREFIX}\w*", DOCUMENTS[name])) - {PREFIX}:
         assert found in known or f'"{found}"' in others, found
@@ -242,6 +247,8 @@ def test_every_route_exists(name: str) -> None:
         for text in code_of(DOCUMENTS[name])
         for path in re.findall(r"(?:(?:GET|POST|PUT|DELETE) |:30000|^)(/[a-z0-9_/-]+)", text)
     }
+    if name == "docs/gateway.md":
+        found = {path for path in found if f'"{path}"' not in sources("src/toolgap/gateway")}
     if unknown := found - {PATH, "/hicache/"}:
         server = sglang_source("srt/entrypoints/http_server.py", "srt/utils/common.py")
         assert [path for path in unknown if f'"{path}"' not in server] == []
@@ -264,8 +271,26 @@ def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
     sglangs = {"write_through", "buffer_only", "best_effort", "wait_complete", "prefetch_threshold"}
     if name == "docs/agents.md":
         known |= set(re.findall(r"\w+", sources("src/toolgap/hooks")))
+    if name == "docs/gateway.md":
+        known |= set(re.findall(r"\w+", sources("src/toolgap/gateway")))
+        known |= gateway_metrics()
     spans = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", DOCUMENTS[name])
     assert set(spans) - known - sglangs == set()
+
+
+def gateway_metrics() -> set[str]:
+    registry = Metrics(("http://127.0.0.1:30000",)).registry
+    return {
+        f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in registry.collect()
+    }
+
+
+def test_the_gateways_page_names_every_metric_code_and_ending() -> None:
+    page = DOCUMENTS["docs/gateway.md"]
+    assert set(re.findall(r"`(toolgap_gateway_\w+)`", page)) == gateway_metrics()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted((str(one.value.status), one.value.code) for one in Refusal)
+    assert [ending for ending in Ending if ending is not Ending.UNSEEN and f"`{ending}`" not in page] == []
 
 
 def test_every_reason_is_explained_by_what_happened() -> None:

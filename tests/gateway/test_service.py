@@ -42,7 +42,7 @@ class Process:
         self.lines: list[dict[str, Any]] = []
         self._errors: Any = self.child.stderr
         self.url = ""
-        for line in self._errors:
+        for line in self._errors or ():
             self.lines.append(json.loads(line))
             if found := re.search(r"running on (http://[\d.:]+)", self.lines[-1]["message"]):
                 self.url = found[1]

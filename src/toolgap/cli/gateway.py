@@ -9,16 +9,15 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 import typer
 
-from toolgap.gateway.config import FIELDS, FILE_VARIABLE, ConfigError, flag, load, variable
+from toolgap.gateway.config import FIELDS, FILE_VARIABLE, ConfigError, flag, load
 from toolgap.terminal import Exit, Json, fail, guarded, print_json, with_options
 
 
 def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     kind, *described = get_args(field.type)
-    # A limit of a count is a Meta inside the one with the text.
+    # Limits may be in a Meta of their own.
     help_text = next(meta.description for meta in described if meta.description)
     several = get_origin(kind) is tuple
-    default = "" if field.required else f", else {field.default}"
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -27,8 +26,8 @@ def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
             list[str] | None if several else kind | None,
             typer.Option(
                 flag(field.name),
-                help=f"{help_text} (default: ${variable(field.name)}, else the file{default})",
-                show_default=False,
+                help=help_text,
+                show_default=False if field.required else str(field.default),
                 metavar="URL" if several else None,
             ),
         ],
@@ -46,9 +45,8 @@ def gateway(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help=f"Settings in TOML, by the names of the options with _ for - and `upstreams` for all of them "
-            f"(default: ${FILE_VARIABLE}).",
-            show_default=False,
+            help="Settings in TOML, as --print shows them.",
+            show_default=f"${FILE_VARIABLE}",
         ),
     ] = None,
     only_print: Annotated[bool, typer.Option("--print", help="Show the settings; start nothing.")] = False,
@@ -57,7 +55,9 @@ def gateway(
 ) -> None:
     """Pass requests on to SGLang as they are: a reverse proxy for one or several servers.
 
-    Its log is JSON on stderr. SIGTERM lets running answers end.
+    A setting without an option is taken from its variable, else from the file: TOOLGAP_GATEWAY_PORT is that
+    of --port, and TOOLGAP_GATEWAY_UPSTREAMS has all upstreams. The log is JSON on stderr. SIGTERM lets running
+    answers end.
     """
     try:
         loaded = load(settings, os.environ, config)

@@ -38,7 +38,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[Annotated[str, Meta(min_length=1)], ...],
         Meta(
             min_length=1,
-            description="The servers that requests go to, and nothing else: base URLs, without `/v1`.",
+            description="A server that requests go to, as http://127.0.0.1:30000, without /v1; once for each.",
         ),
     ]
     host: Annotated[str, Meta(description="Whom it listens to; this machine only by default.")] = "127.0.0.1"
@@ -73,13 +73,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, _count("Connections to each upstream that are kept open for requests to come.")
     ] = 256
     idle_s: Annotated[
-        float, _seconds("For how long; keep it below the upstream's own limit, which is 5 s for SGLang.")
+        float,
+        _seconds(
+            "How long they are kept open; keep it below the upstream's own limit, which is 5 s for SGLang."
+        ),
     ] = 3.0
     check_path: Annotated[
-        str, Meta(pattern="^/", description="What upstreams are asked to see how they are.")
+        str,
+        Meta(
+            pattern="^/",
+            description="What upstreams are asked to see how they are; SGLang makes a token for it.",
+        ),
     ] = "/health"
-    check_interval_s: Annotated[float, _some_seconds("How often.")] = 5.0
-    check_timeout_s: Annotated[float, _some_seconds("How long they may take to answer.")] = 5.0
+    check_interval_s: Annotated[float, _some_seconds("How long after an answer they are asked again.")] = 5.0
+    check_timeout_s: Annotated[
+        float,
+        _some_seconds("How long they may take to answer; SGLang gives itself up to 20 s when it is busy."),
+    ] = 25.0
     drain_s: Annotated[
         int, _count("After SIGTERM: how long running answers may go on before they are cut off.", high=DAY_S)
     ] = 60

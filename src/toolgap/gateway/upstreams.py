@@ -72,7 +72,7 @@ class Upstreams:
     Args:
         upstreams: At least one.
         check_path: What is asked of them, as in ``/health``; any answer below 500 says that they are up.
-        check_interval_s: How often.
+        check_interval_s: How long after one check the next one comes.
         check_timeout_s: The longest that they may take to answer.
         on_change: Called when the health of one changes.
     """
@@ -138,11 +138,14 @@ class Upstreams:
         self.found(upstream, health)
 
     async def check_for_ever(self) -> None:
-        """Check all of them at once, again and again."""
+        """Check all of them, again and again; one that takes its time delays no other."""
+        async with anyio.create_task_group() as group:
+            for upstream in self.all:
+                group.start_soon(self._check_for_ever, upstream)
+
+    async def _check_for_ever(self, upstream: Upstream) -> None:
         while True:
-            async with anyio.create_task_group() as group:
-                for upstream in self.all:
-                    group.start_soon(self.check, upstream)
+            await self.check(upstream)
             await anyio.sleep(self._check_interval_s)
 
     async def aclose(self) -> None:
