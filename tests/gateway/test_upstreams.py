@@ -16,7 +16,8 @@ from test_observing import Recorder
 from test_proxy import CHAT
 from test_proxy_faults import OK, answering
 
-from toolgap.gateway.upstreams import Health, Upstream, Upstreams, order, transport
+from toolgap.gateway.connections import Connections
+from toolgap.gateway.upstreams import Health, Upstream, Upstreams, order
 
 URLS = st.lists(st.integers(1, 9999).map("http://h:{}".format), min_size=1, max_size=6, unique=True)
 
@@ -116,7 +117,7 @@ def test_health_is_what_the_check_finds() -> None:
         await respond(send, status=status)
 
     def checking(url: str, timeout_s: float, changes: list[Health]) -> tuple[Upstreams, Upstream]:
-        upstream = Upstream(url, transport(max_idle=1, idle_s=1))
+        upstream = Upstream(url, Connections(max_idle=1, idle_s=1))
         return (
             Upstreams(
                 [upstream],

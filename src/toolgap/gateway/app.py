@@ -10,11 +10,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from toolgap.gateway.config import Config
+from toolgap.gateway.connections import Connections
 from toolgap.gateway.logs import log_exchange
 from toolgap.gateway.metrics import Metrics
 from toolgap.gateway.observing import Observer, Observing
 from toolgap.gateway.proxy import Exchange, Limits, Proxy
-from toolgap.gateway.upstreams import Upstream, Upstreams, transport
+from toolgap.gateway.upstreams import Upstream, Upstreams
 
 CLOSING_S = 5.0
 """How long what is cut off, and the observer, may take to come to an end."""
@@ -41,7 +42,7 @@ def application(config: Config, observer: Observer | None = None) -> Starlette:
     metrics = Metrics(config.upstreams)
     upstreams = Upstreams(
         [
-            Upstream(url, transport(max_idle=config.max_idle_connections, idle_s=config.idle_s))
+            Upstream(url, Connections(max_idle=config.max_idle_connections, idle_s=config.idle_s))
             for url in config.upstreams
         ],
         check_path=config.check_path,

@@ -152,16 +152,3 @@ class Upstreams:
         """Close all connections."""
         for upstream in self.all:
             await upstream.transport.aclose()
-
-
-def transport(*, max_idle: int, idle_s: float) -> httpx.AsyncHTTPTransport:
-    """A pool of connections to one server: as many as there are requests.
-
-    Neither proxies nor other settings are taken from the environment: only what is configured is connected to.
-
-    Args:
-        max_idle: Connections kept open for requests to come.
-        idle_s: For how long; shorter than the server keeps them, lest a request meet its closing.
-    """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_idle, keepalive_expiry=idle_s)
-    return httpx.AsyncHTTPTransport(http1=True, http2=False, limits=limits, trust_env=False, retries=0)
