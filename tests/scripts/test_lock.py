@@ -30,7 +30,10 @@ def test_header_ends_at_the_first_other_line() -> None:
 
 
 def test_wanted_is_dependencies_extras_and_build_tools() -> None:
-    project = {"dependencies": ["a"], "optional-dependencies": {"cpu": ["b"], "gateway": ["e"], "test": ["c"]}}
+    project = {
+        "dependencies": ["a"],
+        "optional-dependencies": {"cpu": ["b"], "gateway": ["e"], "test": ["c"]},
+    }
     pyproject = {"project": project, "build-system": {"requires": ["d"]}}
     assert lock.wanted(pyproject, lock.ENGINE) == ["a", "b", "e", "c", "d", *lock.BUILD_TOOLS]
 

@@ -25,6 +25,8 @@ def end_to_end(headers: Iterable[Header]) -> Headers:
     for name, text in headers:
         if name.lower() == b"connection":
             dropped.update(token.strip().lower() for token in text.split(b","))
+    # A body without its length would be a body without its end.
+    dropped.discard(b"content-length")
     return [(name, text) for name, text in headers if name.lower() not in dropped]
 
 
