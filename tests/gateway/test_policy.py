@@ -29,7 +29,9 @@ def test_at_the_pause_once() -> None:
 
 
 def test_before_the_gap_is_likely_to_end_and_again_ever_more_rarely() -> None:
-    policy = learned(Settings(When.BEFORE_END, lead_s=2.0, renew_s=5.0, growth=2.0), *[60.0] * 10)
+    policy = learned(
+        Settings(When.BEFORE_END, lead_s=2.0, renew_s=5.0, growth=2.0, most=9, spread=100.0), *[60.0] * 10
+    )
     assert policy.paused("a", BASH, 100.0) == []
     due_s = policy.next_s
     assert due_s is not None
@@ -45,11 +47,15 @@ def test_before_the_gap_is_likely_to_end_and_again_ever_more_rarely() -> None:
     assert min(gaps) >= 5.0
 
 
-def test_with_nothing_learned_it_is_early() -> None:
-    policy = Policy()
-    assert policy.paused("a", BASH, 7.0) == []
-    assert policy.next_s == 7.0
-    assert policy.due(7.0) == [Restore("a", 1, None)]
+@pytest.mark.parametrize("gaps_s", [[], [1.0, 3.0, 10.0, 100.0, 1000.0] * 5])
+def test_a_gap_whose_end_is_not_predictable_is_left_alone(gaps_s: list[float]) -> None:
+    policy = learned(Settings(When.BEFORE_END), *gaps_s)
+    assert policy.paused("a", BASH, 0.0) == []
+    looks = 0
+    while (due_s := policy.next_s) is not None and due_s < 600.0:
+        assert policy.due(due_s) == []
+        looks += 1
+    assert looks < 20
 
 
 def test_a_hint_is_followed() -> None:
@@ -58,6 +64,8 @@ def test_a_hint_is_followed() -> None:
     assert policy.hinted("a", 30.0, 10.0) == []
     assert policy.next_s == 38.0
     assert policy.due(38.0) == [Restore("a", 1, 2.0)]
+    policy.ended("a", 1)
+    assert policy.due(39.0) == [Restore("a", 2, 1.0)]
 
 
 def test_the_end_of_the_tool_restores_what_is_certain_now() -> None:

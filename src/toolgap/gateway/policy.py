@@ -21,8 +21,8 @@ class When(StrEnum):
     AT_PAUSE = "at-pause"
     """At once, and never again."""
     BEFORE_END = "before-end"
-    """Before the gap is likely to end, by the gaps of the same tools before; again, ever more rarely, while it
-    lasts."""
+    """Before the gap is likely to end, where the gaps of the same tools before tell when that is; again, ever more
+    rarely, while it lasts."""
     ON_HINT = "on-hint"
     """Only when somebody says that the tool has ended, or when it will."""
     KEEP_WARM = "keep-warm"
@@ -35,6 +35,9 @@ class Settings(NamedTuple):
     when: When = When.BEFORE_END
     share: float = 0.1
     """Of the gaps that may end before the restore has been made."""
+    spread: float = 4.0
+    """Times the time until the first gaps end, or that of a restore: by then all but ``share`` must have ended,
+    or the end is not predictable and nothing is restored without a hint."""
     lead_s: float = 1.0
     """How long a restore takes, until some have been seen."""
     renew_s: float = 5.0
@@ -42,6 +45,8 @@ class Settings(NamedTuple):
     growth: float = 1.5
     """The time between two submits is at least the gap so far times this, less the gap: 1.5 is half as long
     again, so that a long gap has few of them."""
+    most: int = 4
+    """Submits of one turn before its end is known: a gap that has lasted long is likely to last long."""
     lease_s: float = 60.0
     """Of a restore that keeps warm."""
     longest_s: float = 3600.0
@@ -78,6 +83,8 @@ class _Turn:
         self.end_s: float | None = None
         """When a hint says that the gap ends."""
         self.returned = False
+        self.submits = 0
+        self.restores_when_due = False
 
 
 class Policy:
@@ -113,7 +120,7 @@ class Policy:
         turn = self._open(conversation)
         if turn is None or not math.isfinite(left_s):
             return []
-        turn.end_s = now_s + max(left_s, 0.0)
+        turn.end_s, turn.restores_when_due = now_s + max(left_s, 0.0), True
         self._at(conversation, turn, max(now_s, turn.end_s - self._lead_s()))
         return self.due(now_s)
 
@@ -185,7 +192,7 @@ class Policy:
                 actions += self.closed(conversation)
                 continue
             # While one reads there is nothing to repeat.
-            if turn.live is None:
+            if turn.live is None and turn.restores_when_due:
                 actions += self._restore(conversation, turn, now_s)
             elapsed_s = now_s - turn.paused_s
             least_s = max(self.settings.renew_s, elapsed_s * (self.settings.growth - 1))
@@ -199,6 +206,7 @@ class Policy:
     def _restore(self, conversation: str, turn: _Turn, now_s: float) -> list[Action]:
         self._operation += 1
         turn.live = self._operation
+        turn.submits += 1
         lease_s = self.settings.lease_s if self.settings.when is When.KEEP_WARM else None
         return [Restore(conversation, turn.live, self._left_s(turn, now_s), lease_s)]
 
@@ -219,18 +227,32 @@ class Policy:
 
     def _plan(self, conversation: str, turn: _Turn, now_s: float, least_s: float) -> None:
         """Set when the turn is looked at again, in ``least_s`` at the earliest."""
-        settings = self.settings
-        if settings.when is When.KEEP_WARM:
-            # A lease's own time begins once the prefix is restored, so that this is early enough.
-            self._at(conversation, turn, now_s + max(settings.lease_s, least_s))
-        elif settings.when is When.BEFORE_END:
-            elapsed_s = now_s - turn.paused_s
-            whole_s = self.gaps.quantile(turn.kind, settings.share, elapsed_s)
-            left_s = 0.0 if whole_s is None else whole_s - elapsed_s - self._lead_s()
-            self._at(conversation, turn, now_s + max(left_s, least_s))
+        settings, is_hinted = self.settings, turn.end_s is not None
+        turn.restores_when_due = True
+        if turn.end_s is not None and turn.end_s > now_s:
+            # What is early may have left host memory again by then.
+            due_s = now_s + max((turn.end_s - now_s) / 2, IMMINENT_S)
+        elif settings.when is When.KEEP_WARM and turn.submits < settings.most and not is_hinted:
+            due_s = now_s + max(settings.lease_s, least_s)
+        elif settings.when is When.BEFORE_END and turn.submits < settings.most and not is_hinted:
+            left_s = self._predicted_s(turn, now_s)
+            turn.restores_when_due = left_s is not None
+            due_s = now_s + max(settings.renew_s if left_s is None else left_s - self._lead_s(), least_s)
         else:
             # Only to see that it has become too long.
-            self._at(conversation, turn, max(turn.paused_s + settings.longest_s, now_s + least_s))
+            turn.restores_when_due = False
+            due_s = max(turn.paused_s + settings.longest_s, now_s + least_s)
+        self._at(conversation, turn, due_s)
+
+    def _predicted_s(self, turn: _Turn, now_s: float) -> float | None:
+        """The time left until the first gaps like this end, in seconds; None if that is not predictable."""
+        share, elapsed_s = self.settings.share, now_s - turn.paused_s
+        first_s = self.gaps.quantile(turn.kind, share, elapsed_s)
+        last_s = self.gaps.quantile(turn.kind, 1 - share, elapsed_s)
+        if first_s is None or last_s is None:
+            return None
+        least_s = max(first_s - elapsed_s, self._lead_s())
+        return first_s - elapsed_s if last_s - elapsed_s <= self.settings.spread * least_s else None
 
     def _at(self, conversation: str, turn: _Turn, due_s: float) -> None:
         turn.due_s = due_s
@@ -246,6 +268,6 @@ class Policy:
     def check_integrity(self) -> None:
         """Raises AssertionError if something is kept without need, or planned for nobody."""
         assert len(self._turns) <= self.settings.max_conversations
-        assert len(self._heap) <= 2 * len(self._turns) + 17
+        assert len(self._heap) <= 2 * self.settings.max_conversations + 18
         for conversation, turn in self._turns.items():
             assert turn.due_s is None or (turn.due_s, conversation) in self._heap
