@@ -36,8 +36,8 @@ class Settings(NamedTuple):
     share: float = 0.1
     """Of the gaps that may end before the restore has been made."""
     spread: float = 4.0
-    """Times the time until the first gaps end, or that of a restore: by then all but ``share`` must have ended,
-    or the end is not predictable and nothing is restored without a hint."""
+    """Times the time until the first gaps end, or ``lead_s``: by then all but ``share`` must have ended, or the
+    end is not predictable and nothing is restored without a hint."""
     lead_s: float = 1.0
     """How long a restore takes, until some have been seen."""
     renew_s: float = 5.0
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
     growth: float = 1.5
     """The time between two submits is at least the gap so far times this, less the gap: 1.5 is half as long
     again, so that a long gap has few of them."""
-    most: int = 4
+    most: int = 2
     """Submits of one turn before its end is known: a gap that has lasted long is likely to last long."""
     lease_s: float = 60.0
     """Of a restore that keeps warm."""
@@ -251,7 +251,7 @@ class Policy:
         last_s = self.gaps.quantile(turn.kind, 1 - share, elapsed_s)
         if first_s is None or last_s is None:
             return None
-        least_s = max(first_s - elapsed_s, self._lead_s())
+        least_s = max(first_s - elapsed_s, self.settings.lead_s)
         return first_s - elapsed_s if last_s - elapsed_s <= self.settings.spread * least_s else None
 
     def _at(self, conversation: str, turn: _Turn, due_s: float) -> None:
