@@ -30,9 +30,6 @@ QUOTED = (
 DECISIONS = "decisions.md"
 """What the admission rule would have decided in all of them."""
 
-POLICIES = "policy-simulation"
-"""Simulations of the gateway's policies."""
-
 
 def runs(evidence: Path) -> list[Path]:
     """Every folder that holds a run."""
@@ -108,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"evidence/{DECISIONS} is not what the trials say: scripts/evidence.py --write", file=sys.stderr
         )
-    simulated = evidence / POLICIES
+    simulated = evidence / policy_evidence.FOLDER
     if "--write" in arguments:
         policy_evidence.write(simulated)
     wrong = policy_evidence.problems(simulated)

@@ -19,7 +19,7 @@ class When(StrEnum):
     """The ways to choose the time."""
 
     AT_PAUSE = "at-pause"
-    """At once, and never again."""
+    """At once, which costs nothing where the prefix is resident, and otherwise only on a hint."""
     BEFORE_END = "before-end"
     """Before the gap is likely to end, where the gaps of the same tools before tell when that is; again, ever more
     rarely, while it lasts."""
@@ -32,7 +32,7 @@ class When(StrEnum):
 class Settings(NamedTuple):
     """Of a policy. A hint is followed in every way."""
 
-    when: When = When.BEFORE_END
+    when: When = When.AT_PAUSE
     share: float = 0.1
     """Of the gaps that may end before the restore has been made."""
     spread: float = 4.0

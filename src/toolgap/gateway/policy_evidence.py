@@ -10,11 +10,15 @@ import msgspec
 
 from toolgap.bench.tables import number, table
 from toolgap.bench.workload import load
-from toolgap.gateway.simulate import NOTHING, POLICIES, Machine, Played, play
+from toolgap.gateway.simulate import DEFAULT, NOTHING, POLICIES, Machine, Played, play
 
+FOLDER = "policy-simulation"
 TURNS, FIGURES, REPORT = "turns.csv", "figures.json", "report.md"
 
 Gap = Literal["raw", "corrected"]
+AGAIN = (NOTHING, DEFAULT, f"{DEFAULT}, a hint at half the gap")
+"""What is simulated again to verify."""
+
 GAPS: tuple[Gap, ...] = ("raw", "corrected")
 AGENTS = (32, 48)
 SEEDS = (0, 1)
@@ -81,16 +85,13 @@ def problems(folder: Path) -> list[str]:
     wrong = []
     if (folder / REPORT).read_text(encoding="utf-8") != report(found):
         wrong.append(f"{REPORT} does not say what {FIGURES} does")
-    again = runs(folder, policies=[NOTHING, DEFAULT], agents=AGENTS[:1], seeds=SEEDS[:1])
+    again = runs(folder, policies=AGAIN, agents=AGENTS[:1], seeds=SEEDS[:1])
     wrong += [
         f"{run.policy}, {run.gap} gaps, {run.agents} agents: not what comes of it today"
         for run in again
         if run not in found
     ]
     return wrong
-
-
-DEFAULT = "before the end, if predictable (the default)"
 
 
 def report(made: Sequence[Run]) -> str:

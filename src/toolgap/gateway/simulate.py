@@ -375,15 +375,16 @@ def play(sessions: Sequence[Session], machine: Machine, compared: Compared, *, s
     return _Simulation(sessions, machine, compared, seed).run()
 
 
-NOTHING = "nothing"
+NOTHING, DEFAULT = "nothing", "at the pause (the default)"
 POLICIES = {
     NOTHING: Compared(None),
-    "at the pause": Compared(Settings(When.AT_PAUSE)),
-    "keep warm": Compared(Settings(When.KEEP_WARM)),
+    DEFAULT: Compared(Settings(When.AT_PAUSE)),
+    f"{DEFAULT}, a hint at half the gap": Compared(Settings(When.AT_PAUSE), Hint(0.5)),
+    f"{DEFAULT}, the gap is known": Compared(Settings(When.AT_PAUSE), Hint(0.0)),
+    "on a hint, at half the gap": Compared(Settings(When.ON_HINT), Hint(0.5)),
     "before the end, predictable or not": Compared(Settings(When.BEFORE_END, spread=math.inf)),
-    "before the end, if predictable (the default)": Compared(Settings(When.BEFORE_END)),
-    "the default, tools named": Compared(Settings(When.BEFORE_END), names=Names(2.0)),
-    "the default, a hint at half the gap": Compared(Settings(When.BEFORE_END), Hint(0.5)),
-    "the default, the gap is known": Compared(Settings(When.BEFORE_END), Hint(0.0)),
+    "before the end, if predictable": Compared(Settings(When.BEFORE_END)),
+    "before the end, if predictable, tools named": Compared(Settings(When.BEFORE_END), names=Names(2.0)),
+    "keep warm": Compared(Settings(When.KEEP_WARM)),
 }
-"""What is compared: ways to choose the time, then what the default makes of knowing more."""
+"""What is compared: ways to choose the time, some of them with what somebody may know."""
