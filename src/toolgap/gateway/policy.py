@@ -233,7 +233,8 @@ class Policy:
             # What is early may have left host memory again by then.
             due_s = now_s + max((turn.end_s - now_s) / 2, IMMINENT_S)
         elif settings.when is When.KEEP_WARM and turn.submits < settings.most and not is_hinted:
-            due_s = now_s + max(settings.lease_s, least_s)
+            # A lease begins when its restore ends, so that this is before it is over.
+            due_s = now_s + settings.lease_s
         elif settings.when is When.BEFORE_END and turn.submits < settings.most and not is_hinted:
             left_s = self._predicted_s(turn, now_s)
             turn.restores_when_due = left_s is not None

@@ -385,6 +385,6 @@ POLICIES = {
     "before the end, predictable or not": Compared(Settings(When.BEFORE_END, spread=math.inf)),
     "before the end, if predictable": Compared(Settings(When.BEFORE_END)),
     "before the end, if predictable, tools named": Compared(Settings(When.BEFORE_END), names=Names(2.0)),
-    "keep warm": Compared(Settings(When.KEEP_WARM)),
+    "keep warm, eight leases at most": Compared(Settings(When.KEEP_WARM, most=8)),
 }
 """What is compared: ways to choose the time, some of them with what somebody may know."""
