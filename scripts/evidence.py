@@ -14,6 +14,7 @@ from toolgap.bench import replay, report, tables
 from toolgap.bench.evidence import MANIFEST
 from toolgap.bench.recipe import Figure
 from toolgap.bench.verify import problems
+from toolgap.gateway import policy_evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin (scripts/evidence.py writes them) -->", "<!-- figures: end -->"
@@ -104,6 +105,14 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"evidence/{DECISIONS} is not what the trials say: scripts/evidence.py --write", file=sys.stderr
         )
+    simulated = evidence / policy_evidence.FOLDER
+    if "--write" in arguments:
+        policy_evidence.write(simulated)
+    wrong = policy_evidence.problems(simulated)
+    failed += bool(wrong)
+    print(f"{simulated.relative_to(ROOT)}: {'verified' if not wrong else 'NOT verified'}")
+    for problem in wrong:
+        print(f"  {problem}")
     return 1 if failed else 0
 
 
