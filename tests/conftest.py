@@ -4,6 +4,14 @@ import ctypes
 import importlib.util
 import sys
 
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair, and no test asserts a wall time.
+settings.register_profile(
+    "toolgap", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("toolgap")
+
 # They need the agent libraries, which SGLang's environment cannot hold: `make test-hooks` runs them in theirs.
 collect_ignore = ["hooks"] if importlib.util.find_spec("agents") is None else []
 
