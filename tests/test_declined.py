@@ -17,9 +17,9 @@ def test_a_request_that_begins_with_the_whole_prefix_recomputes_it_once() -> Non
     assert declined.begins(prefix([1, 2, 3, 4]))
     assert not declined.begins(prefix([1, 2]))
     assert not declined.begins(prefix([1, 2, 3, 4], salt="other"))
-    declined.served(prefix([1, 2, 9]))
+    declined.settle(prefix([1, 2, 9]))
     assert declined.begins(prefix([1, 2, 3]))
-    declined.served(prefix([1, 2, 3, 4]))
+    declined.settle(prefix([1, 2, 3, 4]))
     assert not declined.begins(prefix([1, 2, 3, 4]))
     assert not declined
 
@@ -28,7 +28,7 @@ def test_a_restore_that_goes_ahead_after_all_is_not_declined_any_more() -> None:
     declined = Declined()
     declined.add(prefix([1, 2, 3]))
     declined.add(prefix([1, 2, 3, 4, 5]))
-    declined.forget(prefix([1, 2, 3, 4]))
+    declined.settle(prefix([1, 2, 3, 4]))
     assert not declined.begins(prefix([1, 2, 3, 4]))
     assert declined.begins(prefix([1, 2, 3, 4, 5, 6]))
     declined.forget_all()

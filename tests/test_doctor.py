@@ -8,32 +8,14 @@ import httpx
 import msgspec
 import pytest
 
+from samples import ENGINE
 from toolgap import doctor
 from toolgap.client import ToolgapUnreachable
 from toolgap.doctor import Finding, Installation, Level, ServerAnswers
-from toolgap.protocol import VERSION, Code, EngineStatus, Error, ErrorReply, Overview
+from toolgap.protocol import VERSION, Code, Error, ErrorReply, Overview
 from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
 
 SUPPORTED = ("0.5.23",)
-
-ENGINE = EngineStatus(
-    namespace="n",
-    storage_backend="file",
-    prefetch_policy="timeout",
-    prefetch_threshold_tokens=256,
-    page_tokens=16,
-    host_total_tokens=8192,
-    host_free_tokens=8192,
-    prefetch_capacity_tokens=4096,
-    prefetch_occupied_tokens=0,
-    prefetch_retries_pending=0,
-    reads_in_flight=0,
-    max_operations=16,
-    max_operation_tokens=4096,
-    waiting_joins=0,
-    stalled_reads=0,
-    paused=False,
-)
 
 SOUND: dict[str, Any] = {
     "version": "0.5.23",

@@ -263,7 +263,7 @@ class NamedPrefix(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The fields that name a prefix and the namespace it is in.
 
     Exactly one of ``input_ids``, ``text``, ``messages`` and ``request_id`` is given. Beside ``messages`` stands
-    whatever else of the request's body shapes the prompt (:data:`PROMPT_FIELDS`), as that API names it. Messages
+    whatever else of the request's body shapes the prompt (``PROMPT_FIELDS``), as that API names it. Messages
     that end with the answer, or with some of its tool results, name what the next request's prompt will
     certainly begin with; messages that end with the user's, or with all results, name a whole prompt.
     """

@@ -13,26 +13,7 @@ from typer.testing import CliRunner, Result
 from toolgap import terminal
 from toolgap.cli import app
 from toolgap.client import Toolgap
-from toolgap.protocol import EngineStatus, OperationStatus, Reason, State
-
-ENGINE = EngineStatus(
-    namespace="0123456789abcdef",
-    storage_backend="file",
-    prefetch_policy="timeout",
-    prefetch_threshold_tokens=256,
-    page_tokens=16,
-    host_total_tokens=8192,
-    host_free_tokens=8000,
-    prefetch_capacity_tokens=4096,
-    prefetch_occupied_tokens=0,
-    prefetch_retries_pending=0,
-    reads_in_flight=0,
-    max_operations=16,
-    max_operation_tokens=4096,
-    waiting_joins=0,
-    stalled_reads=0,
-    paused=False,
-)
+from toolgap.protocol import OperationStatus, Reason, State
 
 
 def operation(state: State = State.RESTORING, reason: Reason | None = None, **fields: Any) -> OperationStatus:

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from command import ENGINE, RESTORED, Server, operation, reply, run, serving, words
+from command import RESTORED, Server, operation, reply, run, serving, words
 from rich.console import Console
 from typer.testing import Result
 
+from samples import ENGINE
 from toolgap import calls, client, doctor, serve, terminal
 from toolgap.demo import main as demo
 from toolgap.doctor import Installation

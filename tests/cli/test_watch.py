@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from command import ENGINE, RESTORED, Server, operation, reply, run, serving, words
+from command import RESTORED, Server, operation, reply, run, serving, words
 from rich.console import Console
 
+from samples import ENGINE
 from toolgap.cli import watch as command
 from toolgap.cli.watch import Look, frame, landed_tokens, read_rate, total_rate
 from toolgap.protocol import Estimate, OperationStatus, Overview, Reason, State

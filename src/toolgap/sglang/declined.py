@@ -17,25 +17,17 @@ class Declined:
 
     def add(self, prefix: Prefix) -> None:
         """A restore of this prefix was declined."""
-        self.forget(prefix)
+        self.settle(prefix)
         self._prefixes = [*self._prefixes, prefix][-_KEPT:]
 
     def begins(self, prompt: Prefix) -> bool:
         """Whether a prompt begins with one of them."""
-        return any(_begins(prompt, prefix) for prefix in self._prefixes)
+        return any(prompt.begins_with(prefix) for prefix in self._prefixes)
 
-    def served(self, prompt: Prefix) -> None:
-        """A request with this prompt was prefilled: what it begins with was recomputed."""
-        self._prefixes = [prefix for prefix in self._prefixes if not _begins(prompt, prefix)]
-
-    def forget(self, prefix: Prefix) -> None:
-        """A restore of this prefix goes ahead after all, and so of those that it begins with."""
-        self.served(prefix)
+    def settle(self, tokens: Prefix) -> None:
+        """Forget those that these tokens begin with: they were recomputed, or are restored after all."""
+        self._prefixes = [prefix for prefix in self._prefixes if not tokens.begins_with(prefix)]
 
     def forget_all(self) -> None:
         """Storage is another one."""
         self._prefixes = []
-
-
-def _begins(prompt: Prefix, prefix: Prefix) -> bool:
-    return prompt.shared_tokens(prefix) == len(prefix.token_ids) > 0

@@ -240,13 +240,13 @@ def checkpoint(_result: Any, cache: Any, req: Any, *, up_to: int, **_named: Any)
     if restorer is None or restorer.engine.cache is not cache:
         return
     try:
-        if req.finished():
+        if restorer.record.max_tokens and req.finished():
             restorer.record.add(req.rid, recorded(req))
         # One that ends with its first token is seen when it has finished, and not before.
         if restorer.continuations:
             restorer.continuations.seen(asked_by(req))
         if restorer.declined:
-            restorer.declined.served(asked_by(req))
+            restorer.declined.settle(asked_by(req))
         if restorer.usage or restorer.leases:
             restorer.checkpointed(prompt_of(req), req.cached_tokens)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler

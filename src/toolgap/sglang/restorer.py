@@ -187,7 +187,7 @@ class Restorer:
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.continuations.watch(operation, prefix)
-        self.declined.forget(prefix)
+        self.declined.settle(prefix)
         self.metrics.accepted(operation)
         self._pace.quicken(active=bool(self.work))
         self._place(work, match)

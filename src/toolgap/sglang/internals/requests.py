@@ -14,6 +14,14 @@ class Prefix(NamedTuple):
     extra_key: str | None
     cache_salt: str | None
 
+    def begins_with(self, other: "Prefix") -> bool:
+        """Whether all of another prefix, which is not empty, is the first part of this one."""
+        return (
+            (self.extra_key, self.cache_salt) == (other.extra_key, other.cache_salt)
+            and len(other.token_ids) > 0
+            and self.token_ids[: len(other.token_ids)] == other.token_ids
+        )
+
     def shared_tokens(self, other: "Prefix") -> int:
         """Length of the common prefix; 0 across namespaces."""
         if self.extra_key != other.extra_key or self.cache_salt != other.cache_salt:

@@ -161,6 +161,7 @@ _SCHEDULER_SIGNATURES: dict[str, tuple[str, ...]] = {
 _READ_ATTRIBUTES = (
     "storage_hit_count",
     "completed_tokens",
+    "hash_value",
     "host_indices",
     "query_pool_hit_pages",
     "pool_storage_result",
