@@ -74,7 +74,7 @@ def gateway(folder: Path, upstreams: Sequence[str], *options: str) -> Iterator[G
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "toolgap", "gateway", "--port", str(port), "--check-interval-s", "0.2"]
+    command = [sys.executable, "-m", "toolgap", "gateway", "--port", str(port), "--check-interval-s", "2"]
     command += [part for upstream in upstreams for part in ("--upstream", upstream)]
     log = folder / "gateway.log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TOOLGAP_")}
@@ -140,7 +140,7 @@ class OpenAIAgent:
         message = self.client.chat.completions.create(**request).choices[0].message
         self.messages.append(message.model_dump(exclude_none=True))
         self.text = message.content or ""
-        return [(call.id, call.function.arguments) for call in message.tool_calls or ()]  # type: ignore[union-attr]
+        return [(call.id, call.function.arguments) for call in message.tool_calls or ()]
 
     def _read(self, stream: Any) -> list[tuple[str, str]]:
         calls: dict[int, dict[str, Any]] = {}
