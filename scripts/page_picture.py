@@ -121,7 +121,9 @@ class Run:
         if ends_s > self.at_s:
             self.timeline.listen(known)
         self.timeline.listen(
-            events.Known(conversation=key, at_s=self.at_s + 0.3, upstream=self.upstream, status=last)
+            events.Known(
+                conversation=key, at_s=self.at_s + 0.3, upstream=self.upstream, status=last, final=True
+            )
         )
 
     def _restore(

@@ -52,7 +52,7 @@ class Asked:
     """A gateway that shows a timeline, and tells what of the page was asked for, and when."""
 
     def __init__(self, timeline: Timeline, upstream_url: str) -> None:
-        self.app = application(Config(upstreams=(upstream_url,)))
+        self.app = application(Config(upstreams=(upstream_url,), restore=False, page=False))
         self.app.router.routes.extend(routes(timeline))
         self.paths: list[str] = []
         self.then: list[Any] = []
@@ -129,7 +129,7 @@ def test_it_is_live(chromium: str, upstream_url: str) -> None:
     def end() -> None:
         tell.known(at_s + 3.6)
         tell.returned(at_s + 10)
-        tell.known(at_s + 10.5, replace(ENDED, used_tokens=800, used_after_s=9.1))
+        tell.known(at_s + 10.5, replace(ENDED, used_tokens=800, used_after_s=9.1), final=True)
 
     app = Asked(timeline, upstream_url)
     app.then = [begin, end]

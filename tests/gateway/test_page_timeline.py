@@ -55,13 +55,15 @@ class Teller:
             events.Submitted(conversation=self.key, at_s=at_s, upstream=UPSTREAM, status=status)
         )
 
-    def known(self, at_s: float, status: OperationStatus = ENDED) -> None:
-        self.timeline.listen(events.Known(conversation=self.key, at_s=at_s, upstream=UPSTREAM, status=status))
+    def known(self, at_s: float, status: OperationStatus = ENDED, *, final: bool = False) -> None:
+        self.timeline.listen(
+            events.Known(conversation=self.key, at_s=at_s, upstream=UPSTREAM, status=status, final=final)
+        )
 
-    def refused(self, at_s: float, code: str) -> None:
+    def refused(self, at_s: float, code: str, operation_id: str = "none") -> None:
         self.timeline.listen(
             events.Refused(
-                conversation=self.key, at_s=at_s, upstream=UPSTREAM, operation_id="none", code=code
+                conversation=self.key, at_s=at_s, upstream=UPSTREAM, operation_id=operation_id, code=code
             )
         )
 
@@ -95,7 +97,7 @@ def test_used_in_time() -> None:
     assert figures(timeline)["undecided_tokens"] == 800
     tell.returned(10.0)
     assert figures(timeline)["undecided_tokens"] == 800
-    tell.known(10.5, replace(ENDED, used_tokens=800, used_after_s=9.1))
+    tell.known(10.5, replace(ENDED, used_tokens=800, used_after_s=9.1), final=True)
     sums = figures(timeline)
     assert (sums["used_tokens"], sums["joined_tokens"], sums["wasted_tokens"]) == (800, 0, 0)
     # It was read from 0.5 s to 2.5 s.
@@ -110,7 +112,7 @@ def test_used_by_a_continuation_that_joined() -> None:
     tell.returned(2.7)
     tell.known(3.6, replace(ENDED, joined_requests=1))
     assert figures(timeline)["undecided_tokens"] == 800
-    tell.known(3.7, replace(ENDED, joined_requests=1, used_tokens=800, used_after_s=2.6))
+    tell.known(3.7, replace(ENDED, joined_requests=1, used_tokens=800, used_after_s=2.6), final=True)
     sums = figures(timeline)
     assert (sums["used_tokens"], sums["joined_tokens"], sums["undecided_tokens"]) == (800, 800, 0)
     # 1.7 s after acceptance it came: 1.2 s of the reading lay before.
@@ -123,7 +125,7 @@ def test_in_part_used() -> None:
     tell.submitted(1.0)
     tell.known(3.6)
     tell.returned(10.0)
-    tell.known(10.5, replace(ENDED, used_tokens=200, used_after_s=9.1))
+    tell.known(10.5, replace(ENDED, used_tokens=200, used_after_s=9.1), final=True)
     sums = figures(timeline)
     assert (sums["used_tokens"], sums["wasted_tokens"], sums["saved_s"]) == (200, 600, pytest.approx(0.5))
 
@@ -134,12 +136,12 @@ def test_not_used() -> None:
     tell.submitted(1.0)
     tell.known(3.6)
     tell.returned(10.0)
-    tell.known(10.5)
+    tell.known(10.5, final=True)
     assert figures(timeline)["wasted_tokens"] == 800
 
 
 @pytest.mark.parametrize("next_event", ["paused", "closed"])
-def test_nothing_is_told_any_more(next_event: str) -> None:
+def test_no_continuation(next_event: str) -> None:
     tell = Teller(timeline := Timeline())
     tell.paused(0.0, "bash")
     tell.submitted(1.0)
@@ -148,8 +150,33 @@ def test_nothing_is_told_any_more(next_event: str) -> None:
     sums = figures(timeline)
     assert (sums["wasted_tokens"], sums["undecided_tokens"], sums["returned"]) == (800, 0, 0)
     # Later than thought, but true.
-    tell.known(21.0, replace(ENDED, used_tokens=800, used_after_s=18.0))
+    tell.known(21.0, replace(ENDED, used_tokens=800, used_after_s=18.0), final=True)
     assert figures(timeline)["used_tokens"] == 800
+
+
+def test_not_wasted_before_it_is_known() -> None:
+    """The next gap may begin before the server has told."""
+    tell = Teller(timeline := Timeline())
+    tell.paused(0.0, "bash")
+    tell.submitted(1.0)
+    tell.known(3.6)
+    tell.returned(10.0)
+    tell.paused(12.0, "bash")
+    assert figures(timeline)["undecided_tokens"] == 800
+    tell.known(12.1, replace(ENDED, used_tokens=800, used_after_s=9.1), final=True)
+    assert figures(timeline)["used_tokens"] == 800
+
+
+def test_lost_with_its_server() -> None:
+    tell = Teller(timeline := Timeline())
+    tell.paused(0.0, "bash")
+    tell.submitted(1.0)
+    tell.refused(5.0, "unreachable", ACCEPTED.operation_id)
+    tell.returned(6.0)
+    page = state(timeline)
+    (gap,) = page["conversations"][0]["gaps"]
+    assert [(one["state"], one["reason"]) for one in gap["restores"]] == [("lost", "unreachable")]
+    assert (gap["refusals"], page["refusals"]) == ([], {"unreachable": 1})
 
 
 def test_refusals_by_code() -> None:
@@ -199,7 +226,7 @@ def test_no_estimate_without_the_times_of_the_read() -> None:
     tell.paused(0.0, "bash")
     tell.submitted(1.0)
     tell.returned(10.0)
-    tell.known(10.5, used)
+    tell.known(10.5, used, final=True)
     assert (figures(timeline)["unestimated"], figures(timeline)["saved_s"]) == (1, 0.0)
 
 
@@ -291,7 +318,8 @@ def test_any_events_in_any_order(data: st.DataObject) -> None:
                 version, epoch = page["version"], page["epoch"]
                 assert known == {one["key"]: one for one in state(timeline)["conversations"]}
             case "submitted" | "known":
-                getattr(tell, what)(at_s, data.draw(statuses()))
+                told = {"final": data.draw(st.booleans())} if what == "known" else {}
+                getattr(tell, what)(at_s, data.draw(statuses()), **told)
             case "refused":
                 tell.refused(at_s, "host_budget")
             case _:

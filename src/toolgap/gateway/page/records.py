@@ -52,7 +52,7 @@ class Restore(msgspec.Struct, kw_only=True):
 
 
 class Refusal(msgspec.Struct, kw_only=True):
-    """A restore that was not accepted."""
+    """A restore that was not accepted, or could not be asked for."""
 
     at_s: float
     code: str

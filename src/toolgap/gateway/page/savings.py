@@ -17,7 +17,7 @@ class Yield(msgspec.Struct, frozen=True, kw_only=True):
     wasted_tokens: int = 0
     """Of the landed ones, those that the continuation did not use, or that had none."""
     undecided_tokens: int = 0
-    """Of the landed ones, those of which it is not known yet."""
+    """Of the landed ones, those of which it is not known, or not yet."""
     saved_s: float = 0.0
     """The estimate, see :func:`saved_s`."""
     unestimated: int = 0

@@ -27,6 +27,9 @@ MAX_NAME_CHARACTERS = 80
 OTHER = "other"
 """In place of further codes."""
 
+LOST = "lost"
+"""In place of the state of an operation whose server does not tell any more."""
+
 T = TypeVar("T")
 
 
@@ -35,19 +38,16 @@ class _Operation:
 
     def __init__(self, shown: Restore, status: OperationStatus, gap: Gap) -> None:
         self.shown, self.status, self.gap = shown, status, gap
-        self.ends_told = 0
-        """Before the gap was over once at most: what comes then says what the continuation used."""
-        self.moved_on = False
-        """Whether nothing more will be told of what the continuation used."""
+        self.lost: str | None = None
+        """The code, if its server does not tell any more."""
+        self.is_final = False
+        """Whether its server has told what the continuation used of it."""
 
     @property
     def is_decided(self) -> bool:
         """Whether what is not used by now was read in vain."""
-        if self.moved_on:
-            return True
-        if self.gap.ended_s is None or not self.status.state.terminal:
-            return False
-        return self.status.used_tokens > 0 or self.ends_told > 1
+        gap_had_none = self.gap.ended_s is not None and not self.gap.returned
+        return self.is_final or gap_had_none
 
 
 class _Entry:
@@ -107,9 +107,9 @@ class Timeline:
                 case events.Paused():
                     self._paused(entry, event)
                 case events.Submitted():
-                    self._told(entry, event, is_end=False)
+                    self._submitted(entry, event)
                 case events.Known():
-                    self._told(entry, event, is_end=event.status.state.terminal)
+                    self._known(entry, event)
                 case events.Refused():
                     self._refused(entry, event)
                 case events.Hinted():
@@ -118,7 +118,6 @@ class Timeline:
                     self._ended(entry, event.at_s, returned=True, upstream=event.upstream)
                 case events.Closed():
                     self._ended(entry, event.at_s, returned=False)
-                    self._move_on(entry)
                     entry.is_closed = True
 
     def state(self, since: int = 0, epoch: str | None = None) -> bytes:
@@ -169,36 +168,38 @@ class Timeline:
 
     def _paused(self, entry: _Entry, event: events.Paused) -> None:
         self._ended(entry, event.at_s, returned=False)
-        self._move_on(entry)
         entry.is_closed = False
         gap = self._begin_gap(entry, event.at_s, event.upstream)
         gap.tools = [_short(name) for name in event.tools[:MAX_TOOLS]]
         gap.expected_s = event.expected_gap_s
         gap.prompt_tokens, gap.output_tokens = event.prompt_tokens, event.output_tokens
 
-    def _told(self, entry: _Entry, event: events.Submitted | events.Known, *, is_end: bool) -> None:
+    def _submitted(self, entry: _Entry, event: events.Submitted) -> None:
         status = event.status
-        operation = entry.operations.get(status.operation_id)
+        if status.operation_id in entry.operations:
+            return
+        gap = entry.gaps[-1] if entry.gaps else self._begin_gap(entry, event.at_s, event.upstream)
+        self._count(entry, restores=1)
+        if len(gap.restores) == MAX_LISTED:
+            gap.left_out += 1
+            return
+        shown = Restore(
+            operation_id=_short(status.operation_id),
+            upstream=event.upstream,
+            accepted_s=event.at_s - status.elapsed_s,
+            state=status.state,
+        )
+        gap.restores.append(shown)
+        operation = entry.operations[status.operation_id] = _Operation(shown, status, gap)
+        self._weigh(entry, operation)
+
+    def _known(self, entry: _Entry, event: events.Known) -> None:
+        operation = entry.operations.get(event.status.operation_id)
         if operation is None:
-            if isinstance(event, events.Known):
-                # Of a gap that is no longer shown.
-                return
-            gap = entry.gaps[-1] if entry.gaps else self._begin_gap(entry, event.at_s, event.upstream)
-            self._count(entry, restores=1)
-            if len(gap.restores) == MAX_LISTED:
-                gap.left_out += 1
-                return
-            shown = Restore(
-                operation_id=_short(status.operation_id),
-                upstream=event.upstream,
-                accepted_s=event.at_s - status.elapsed_s,
-                state=status.state,
-            )
-            gap.restores.append(shown)
-            operation = entry.operations[status.operation_id] = _Operation(shown, status, gap)
-        operation.status = status
-        if is_end:
-            operation.ends_told = 1 if operation.gap.ended_s is None else operation.ends_told + 1
+            # Of a gap that is no longer shown.
+            return
+        operation.status, operation.lost = event.status, None
+        operation.is_final = operation.is_final or event.final
         self._weigh(entry, operation)
 
     def _refused(self, entry: _Entry, event: events.Refused) -> None:
@@ -207,7 +208,10 @@ class Timeline:
         if code not in self._refusals and len(self._refusals) >= MAX_CODES:
             code = OTHER
         self._refusals[code] = self._refusals.get(code, 0) + 1
-        if entry.gaps:
+        if lost := entry.operations.get(event.operation_id):
+            lost.lost = code
+            self._weigh(entry, lost)
+        elif entry.gaps:
             refusal = Refusal(at_s=event.at_s, code=code, upstream=event.upstream)
             _list(entry.gaps[-1], entry.gaps[-1].refusals, refusal)
 
@@ -229,12 +233,6 @@ class Timeline:
             if operation.gap is gap:
                 self._weigh(entry, operation)
 
-    def _move_on(self, entry: _Entry) -> None:
-        for operation in entry.operations.values():
-            if not operation.moved_on:
-                operation.moved_on = True
-                self._weigh(entry, operation)
-
     # ---- how it is kept ----
 
     def _entry(self, event: Event) -> _Entry | None:
@@ -246,8 +244,7 @@ class Timeline:
                 return None
             entry = self._entries[key] = _Entry(key, event.at_s)
             if len(self._entries) > self._max_conversations:
-                _, oldest = self._entries.popitem(last=False)
-                self._move_on(oldest)
+                self._entries.popitem(last=False)
                 self._forgotten += 1
         self._entries.move_to_end(key)
         self._version += 1
@@ -279,7 +276,9 @@ class Timeline:
         for figures in (entry.figures, self._figures):
             figures.change(shown.yielded, new)
         shown.yielded = new
-        shown.state, shown.reason = status.state, status.reason
+        shown.state, shown.reason = (
+            (LOST, operation.lost) if operation.lost else (status.state, status.reason)
+        )
         shown.requested_tokens, shown.resident_tokens = status.requested_tokens, status.resident_tokens
         shown.found_tokens, shown.read_tokens = status.found_tokens, status.read_tokens
         shown.queried_s, shown.read_s, shown.used_s = (
