@@ -177,7 +177,13 @@ def _body(plan: Plan, name: str, model: str) -> bytes:
 
 
 def _play(
-    plan: Plan, number: int, server: Server, upstream: str, upstream_pid: int | None, key: str | None, model: str
+    plan: Plan,
+    number: int,
+    server: Server,
+    upstream: str,
+    upstream_pid: int | None,
+    key: str | None,
+    model: str,
 ) -> tuple[Trial, list[Stream]]:
     import uvloop
 
@@ -267,5 +273,7 @@ def _cpu(gateway: int | None, upstream: int | None) -> dict[str, float]:
             found[name] = (int(fields[11]) + int(fields[12])) * tick_s
     total = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
     # All but idle and waiting for a disk; time that a host takes away counts. Guests are in user's time already.
-    found["machine"] = sum(int(value) for place, value in enumerate(total[:8]) if place not in (3, 4)) * tick_s
+    found["machine"] = (
+        sum(int(value) for place, value in enumerate(total[:8]) if place not in (3, 4)) * tick_s
+    )
     return found

@@ -53,7 +53,21 @@ def script(user: str, num_events: int, events_per_s: float) -> Script:
     return Script(events, delays_s)
 
 
-WORDS = (" the", " file", " returns", "\n", " self", "(", " of", " request", "é", " = ", " import", '"', " and")
+WORDS = (
+    " the",
+    " file",
+    " returns",
+    "\n",
+    " self",
+    "(",
+    " of",
+    " request",
+    "é",
+    " = ",
+    " import",
+    '"',
+    " and",
+)
 
 
 def _event(user: str, delta: dict[str, Any], finish: str | None = None) -> bytes:
@@ -74,14 +88,17 @@ class Streamer(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio's."""
         # uvloop's are of no class of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio's."""
         if self._timer is not None:
             self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        """As asyncio's."""
         self._received += data
         head, end, body = self._received.partition(b"\r\n\r\n")
         if not end:

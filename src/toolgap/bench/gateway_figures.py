@@ -76,26 +76,37 @@ def figures(plan: Plan, trials: Sequence[Trial]) -> Figures:
                 whole_streams=sum(trial.whole for trial in own_trials),
                 equal_streams=sum(trial.equal for trial in own_trials),
                 events=events,
-                first_byte_ms=_added(pairs, lambda trial: trial.first_byte_us),
-                event_ms=_added(pairs, lambda trial: trial.event_us),
+                first_byte_ms=_added(pairs, _first_byte),
+                event_ms=_added(pairs, _event),
                 gateway_cpu_us_per_event=round(cpu_s * 1e6 / events, 1) if events else 0.0,
                 busy_rounds=sum(max(own.other_cores, base.other_cores) > QUIET_CORES for own, base in pairs),
             )
         )
     direct_ms = {
         f"{name}_p{percent}": spread
-        for name, of in (("first_byte", lambda trial: trial.first_byte_us), ("event", lambda trial: trial.event_us))
+        for name, of in (("first_byte", _first_byte), ("event", _event))
         for percent in QUANTILES
         if (spread := Spread.of(quantile_ms(of(trial), percent) for trial in direct)) is not None
     }
     return Figures(plan=plan, direct_ms=direct_ms, added=found)
 
 
+def _first_byte(trial: Trial) -> Counts:
+    return trial.first_byte_us
+
+
+def _event(trial: Trial) -> Counts:
+    return trial.event_us
+
+
 def _added(pairs: Sequence[tuple[Trial, Trial]], of: Callable[[Trial], Counts]) -> dict[str, Spread]:
     found = {}
     for percent in QUANTILES:
         # Adding 0.0 makes of -0.0 a plain zero.
-        each = [round(quantile_ms(of(own), percent) - quantile_ms(of(base), percent), 3) + 0.0 for own, base in pairs]
+        each = [
+            round(quantile_ms(of(own), percent) - quantile_ms(of(base), percent), 3) + 0.0
+            for own, base in pairs
+        ]
         if (spread := Spread.of(each)) is not None:
             found[f"p{percent}"] = spread
     return found

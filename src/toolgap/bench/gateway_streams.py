@@ -120,12 +120,13 @@ async def play(
         key: An API key.
     """
     parts = urlsplit(url)
+    host = parts.hostname or ""
     loop = asyncio.get_running_loop()
     replies: list[Reply] = []
 
     async def one(stream: int) -> None:
         await asyncio.sleep(delays_s[stream])
-        _, client = await loop.create_connection(_Client, parts.hostname, parts.port or 80)
+        _, client = await loop.create_connection(_Client, host, parts.port or 80)
         try:
             for number in range(requests):
                 name, body = bodies(stream, number)
