@@ -189,6 +189,12 @@ def test_a_message_with_thinking_and_parallel_tool_uses() -> None:
     assert (result.finish, result.answer_id, result.usage) == ("tool_use", "msg_1", (7, 3))
 
 
+def test_of_a_message_the_part_of_the_prompt_that_was_cached_counts() -> None:
+    usage = {"input_tokens": 7, "cache_read_input_tokens": 100, "cache_creation_input_tokens": None}
+    start = {"type": "message_start", "message": {"id": "msg_1", "content": [], "usage": usage}}
+    assert seen(MESSAGES, [start, *MESSAGES_STREAM[1:]]).usage == (107, 3)
+
+
 def test_a_response_tells_its_calls_and_is_named_by_its_id() -> None:
     result = seen(RESPONSES, RESPONSES_STREAM, request={"input": "Run the tests."})
     assert result.calls == (Call("c1", "bash"), Call("c2", "read"))
@@ -223,9 +229,10 @@ def test_a_text_completion_that_ends_with_a_call_has_it() -> None:
         watching.feed(sse([event]), 1.0)
         signs.append(watching.is_calling)
     assert signs[:3] == [False, True, True]
-    # What the client stops at is left out of the text.
-    stopped = seen(COMPLETIONS, completion(*CALLING[:3], matched_stop="</tool_call>"))
-    assert stopped.calls == result.calls
+    # What the client stops at is left out of the text, or its end is.
+    for part in ("", "</tool_c", "</tool_call>"):
+        stopped = seen(COMPLETIONS, completion(*CALLING[:3], part, matched_stop="</tool_call>"))
+        assert stopped.calls == result.calls
 
 
 @pytest.mark.parametrize(

@@ -88,5 +88,7 @@ class CompletionReader(Reader):
 
     def _whole_text(self) -> str:
         """With the text that the client asked to stop at, which the server leaves out."""
-        text, matched = str(self._text), self._matched
-        return text if matched is None or text.endswith(matched) else text + matched
+        text, matched = str(self._text), self._matched or ""
+        # SGLang leaves out no more than the part that it has not sent yet.
+        sent = next((size for size in range(len(matched), 0, -1) if text.endswith(matched[:size])), 0)
+        return text + matched[sent:]
