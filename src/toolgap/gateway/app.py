@@ -18,8 +18,8 @@ from toolgap.gateway.logs import log_event, log_exchange
 from toolgap.gateway.metrics import Metrics
 from toolgap.gateway.observer import Recorder, Watcher
 from toolgap.gateway.observing import Observer, Observing
-from toolgap.gateway.page import routes as page
-from toolgap.gateway.page.timeline import Timeline
+from toolgap.gateway.page import Timeline
+from toolgap.gateway.page import routes as page_routes
 from toolgap.gateway.policy import Settings
 from toolgap.gateway.proxy import Exchange, Limits, Proxy
 from toolgap.gateway.restoring import Restoring
@@ -158,7 +158,7 @@ def application(
     if restoring is not None:
         routes.append(Route(hints.PATH, hints.endpoint(restoring), methods=["POST"]))
     if timeline is not None:
-        routes += page.routes(timeline)
+        routes += page_routes(timeline)
     app = Starlette(routes=routes, lifespan=lifespan)
     # Whatever is none of these is the upstream's, also what has no path at all, as in OPTIONS *.
     app.router.default = proxy
