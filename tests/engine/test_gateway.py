@@ -109,7 +109,11 @@ def restored(workers: tuple[Server, Server], before: set[str]) -> list[tuple[Ser
 
 def serving(workers: tuple[Server, Server], before: set[str]) -> Server:
     """The worker that was asked to restore since."""
-    [worker] = [worker for worker in workers if operations(worker).keys() - before]
+
+    def asked() -> list[Server]:
+        return [worker for worker in workers if operations(worker).keys() - before]
+
+    [worker] = until("a worker is asked to restore", asked)
     return worker
 
 
