@@ -113,7 +113,7 @@ class Restoring:
 
     def forgotten(self, conversation: str) -> None:
         """A conversation is not known any more."""
-        self._soon(lambda now_s: self._close(conversation, now_s))
+        self._soon(lambda now_s: self._forget(conversation, now_s))
 
     # ---- what others say ----
 
@@ -243,6 +243,10 @@ class Restoring:
         self._do(self._turns.closed(conversation))
         if was_there:
             self._tell(Closed(conversation=conversation, at_s=now_s))
+
+    def _forget(self, conversation: str, now_s: float) -> None:
+        self._close(conversation, now_s)
+        self._accepted.pop(conversation, None)
 
     def _note_place(self, affinity: str) -> None:
         self._placed[affinity] = self._place(affinity)
