@@ -351,6 +351,9 @@ class Restoring:
             self._accepted.popitem(last=False)
         if status.dp_rank is not None:
             self._replicas[step.conversation] = status.dp_rank
+            if len(self._replicas) > MAX_ACCEPTED:
+                # Of a conversation that was forgotten while its submit was under way.
+                del self._replicas[next(iter(self._replicas))]
         self._tell(
             Submitted(
                 conversation=step.conversation, at_s=self._clock(), upstream=accepted.url, status=status
