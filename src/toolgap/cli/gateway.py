@@ -88,6 +88,11 @@ def gateway(
     if missing:
         fail(Exit.USAGE, f"{' and '.join(missing)} missing: pip install 'toolgap[gateway]'")
     from toolgap.gateway import service
+    from toolgap.gateway.recording import RecordingError
 
-    if not service.run(loaded):
+    try:
+        started = service.run(loaded)
+    except RecordingError as error:
+        fail(Exit.USAGE, str(error))
+    if not started:
         raise typer.Exit(Exit.FAILED)

@@ -8,7 +8,7 @@ import anyio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from toolgap.gateway import hints
 from toolgap.gateway.config import Config
@@ -16,8 +16,10 @@ from toolgap.gateway.connections import Connections
 from toolgap.gateway.events import Listener
 from toolgap.gateway.logs import log_event, log_exchange
 from toolgap.gateway.metrics import Metrics
-from toolgap.gateway.observer import Watcher
+from toolgap.gateway.observer import Recorder, Watcher
 from toolgap.gateway.observing import Observer, Observing
+from toolgap.gateway.page import Timeline
+from toolgap.gateway.page import routes as page_routes
 from toolgap.gateway.policy import Settings
 from toolgap.gateway.proxy import Exchange, Limits, Proxy
 from toolgap.gateway.restoring import Restoring
@@ -65,12 +67,15 @@ def restoring_of(config: Config, upstreams: Upstreams, listeners: Iterable[Liste
     )
 
 
-def application(config: Config, observer: Observer | None = None) -> Starlette:
+def application(
+    config: Config, observer: Observer | None = None, recording: Recorder | None = None
+) -> Starlette:
     """The gateway. Its lifespan checks the upstreams, and ends the threads.
 
     Args:
         config: The settings.
         observer: Looks at what passes, in place of what the settings say.
+        recording: Gets every whole turn; stays the caller's to close.
     """
     metrics = Metrics(config.upstreams)
     upstreams = Upstreams(
@@ -84,12 +89,17 @@ def application(config: Config, observer: Observer | None = None) -> Starlette:
         on_change=lambda upstream: changed(upstream),
     )
     restoring: Restoring | None = None
+    timeline = Timeline() if config.page and config.restore else None
     if observer is None and config.restore:
-        restoring = restoring_of(config, upstreams, (metrics.listen, log_event))
-    if observer is None and restoring is not None:
+        listeners: list[Listener] = [metrics.listen, log_event]
+        if timeline is not None:
+            listeners.append(timeline.listen)
+        restoring = restoring_of(config, upstreams, listeners)
+    if observer is None and (restoring is not None or recording is not None):
         observer = Watcher(
             restoring,
             Sessions(config.max_conversations),
+            recording=recording,
             pin_replica=config.pin_replica,
             clock=clock(),
         )
@@ -140,13 +150,15 @@ def application(config: Config, observer: Observer | None = None) -> Starlette:
         if restoring is not None:
             await anyio.to_thread.run_sync(restoring.close, CLOSING_S)
 
-    routes = [
+    routes: list[BaseRoute] = [
         Route("/healthz", healthz),
         Route("/readyz", readyz),
         Route("/metrics", show_metrics),
     ]
     if restoring is not None:
         routes.append(Route(hints.PATH, hints.endpoint(restoring), methods=["POST"]))
+    if timeline is not None:
+        routes += page_routes(timeline)
     app = Starlette(routes=routes, lifespan=lifespan)
     # Whatever is none of these is the upstream's, also what has no path at all, as in OPTIONS *.
     app.router.default = proxy

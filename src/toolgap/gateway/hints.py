@@ -25,7 +25,9 @@ class Hint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What is known of a tool call that runs, or of a session."""
 
     tool_call_id: Annotated[str | None, Meta(description="The call's id, as the answer gave it.")] = None
-    left_s: Annotated[float | None, Meta(ge=0, description="It will run for so many seconds more.")] = None
+    left_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="It will run for so many seconds more.")
+    ] = None
     ended: Annotated[bool, Meta(description="It has ended: the continuation comes.")] = False
     result: Annotated[
         dict[str, Any] | None,

@@ -4,6 +4,7 @@ Every method takes the time and returns what is to be sent, in order.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from toolgap.client import PrefixFields
@@ -13,12 +14,13 @@ from toolgap.hooks.restores import Call
 from toolgap.hooks.tool_calls import Answer, Message, prefix_names
 
 
-class Owner(NamedTuple):
+@dataclass(frozen=True)
+class Owner:
     """Whose restores these are."""
 
     affinity: str
     """By which a worker is chosen."""
-    authorization: str | None = None
+    authorization: str | None = field(default=None, repr=False)
     """The ``Authorization`` header of the conversation's last request; goes into no log."""
     session: str | None = None
     """The client's own name of its session, if it has one."""
