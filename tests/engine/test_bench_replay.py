@@ -67,7 +67,9 @@ def test_a_recording_is_replayed_both_ways(server: Server, tmp_path: Path) -> No
     stock, toolgap = by_arm["stock"]["continuations"], by_arm["toolgap"]["continuations"]
     assert len(stock) == len(toolgap) == 2 * (TURNS - 1)
     assert {one["gap_s"] for one in toolgap} == {0.2}
-    assert all(one["state"] == "restored" for one in toolgap)
+    # Of what was said, the recorded answer is not the one that this server has given, and stored.
+    assert {one["state"] for one in toolgap} <= {"restored", "partial"}
+    assert {one["refused"] for one in toolgap} == {None}
     assert all(one["prefix_tokens"] > 0 for one in toolgap)
     # Made up or said, the prompts are the same for both, and so is what a server answers.
     for one, other in zip(stock, toolgap, strict=True):
