@@ -175,8 +175,8 @@ def test_headers_pass_in_order_with_duplicates_and_hop_by_hop_ones_stay() -> Non
     assert body == b"oops"
     lines = [tuple(line.split(b": ", 1)) for line in head.split(b"\r\n")[1:]]
     assert lines == [
-        *[(name, text) for name, text in answered if name not in HOPS],
-        (b"Connection", b"close"),
+        *[(name.lower(), text) for name, text in answered if name not in HOPS],
+        (b"connection", b"close"),
     ]
     assert seen[0] == (b"host", direct.removeprefix("http://").encode())
     assert seen[1:5] == [
@@ -328,11 +328,15 @@ def test_a_websocket_is_refused_clearly(pair: Pair) -> None:
     assert reply.json()["error"]["code"] == "websocket_not_supported"
 
 
-@pytest.mark.parametrize("target", ["http://elsewhere.example/v1/models", "elsewhere.example:443"])
-def test_it_is_no_open_proxy(pair: Pair, target: str) -> None:
-    method = "GET" if "/" in target else "CONNECT"
-    reply = ask(pair.url, f"{method} {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-    assert reply.startswith(b"HTTP/1.1 400 ")
+def test_it_is_no_open_proxy(pair: Pair) -> None:
+    pair.upstream.chunks = [b"own"]
+    head = b"%s HTTP/1.1\r\nhost: elsewhere.example\r\nconnection: close\r\n\r\n"
+    reply = ask(pair.url, head % b"GET http://elsewhere.example/v1/models")
+    # As RFC 9112 has it, the URL's path is what is asked for, and of nobody but the upstream.
+    assert decoded(reply)[1] == b"own"
+    assert pair.upstream.scope["raw_path"] == b"/v1/models"
+    assert dict(pair.upstream.scope["headers"])[b"host"] == pair.direct.removeprefix("http://").encode()
+    assert ask(pair.url, head % b"CONNECT elsewhere.example:443").startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_second_request_of_the_connection_passes_too(pair: Pair) -> None:

@@ -3,23 +3,21 @@
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-import anyio
 import httpx
+
+from toolgap.gateway.line import Line, connect
 
 
 class _Idle(NamedTuple):
-    line: httpx.AsyncHTTPTransport
+    line: Line
     since_s: float
 
 
 class Connections(httpx.AsyncBaseTransport):
     """As many connections as there are requests, at a cost that does not grow with their number.
-
-    httpx's own pool looks at all its connections for each request: with some hundred of them that takes
-    milliseconds. So here each connection is such a pool, of one.
 
     Neither proxies nor other settings are taken from the environment: only what is asked for is connected to.
 
@@ -47,58 +45,61 @@ class Connections(httpx.AsyncBaseTransport):
         Raises:
             httpx.TransportError: as httpx's own transport.
         """
-        line = self._idle.pop().line if self._idle else self._new(request.url.scheme)
+        line = self._take() or await self._new(request)
         try:
-            response = await line.handle_async_request(request)
+            status, headers = await line.ask(request)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await line.aclose()
+            line.abort()
             raise
-        inner = response.stream
-        assert isinstance(inner, httpx.AsyncByteStream)
-        response.stream = _Body(inner, lambda: self._give_back(line))
-        return response
+        return httpx.Response(status, headers=headers, stream=_Body(line, lambda: self._give_back(line)))
 
     async def aclose(self) -> None:
         """Close what is idle, and what is in use as it comes back."""
         self._closed = True
         while self._idle:
-            await self._idle.pop().line.aclose()
+            self._idle.pop().line.abort()
 
-    def _new(self, scheme: str) -> httpx.AsyncHTTPTransport:
-        if scheme == "https" and self._tls is None:
+    def _take(self) -> Line | None:
+        self._drop_old()
+        while self._idle:
+            line = self._idle.pop().line
+            if line.is_fresh():
+                return line
+            line.abort()
+        return None
+
+    async def _new(self, request: httpx.Request) -> Line:
+        url = request.url
+        if url.scheme == "https" and self._tls is None:
+            # Without https no certificate is looked at, and reading those of all authorities takes long.
             self._tls = httpx.create_ssl_context(trust_env=False)
-        limits = httpx.Limits(max_connections=1, keepalive_expiry=self._idle_s)
-        # Without https no certificate is looked at, and reading those of all authorities takes long.
-        return httpx.AsyncHTTPTransport(
-            verify=self._tls or False, http1=True, http2=False, limits=limits, trust_env=False, retries=0
-        )
+        timeout_s = request.extensions.get("timeout", {}).get("connect")
+        return await connect(url, self._tls if url.scheme == "https" else None, timeout_s)
 
-    async def _give_back(self, line: httpx.AsyncHTTPTransport) -> None:
-        if self._closed:
-            await line.aclose()
+    def _give_back(self, line: Line) -> None:
+        if not line.finish() or self._closed:
+            line.abort()
             return
-        now_s = time.monotonic()
-        self._idle.append(_Idle(line, now_s))
-        while self._idle and (
-            len(self._idle) > self._max_idle or now_s - self._idle[0].since_s > self._idle_s
-        ):
-            await self._idle.popleft().line.aclose()
+        self._idle.append(_Idle(line, time.monotonic()))
+        self._drop_old()
+        while len(self._idle) > self._max_idle:
+            self._idle.popleft().line.abort()
+
+    def _drop_old(self) -> None:
+        oldest_s = time.monotonic() - self._idle_s
+        while self._idle and self._idle[0].since_s < oldest_s:
+            self._idle.popleft().line.abort()
 
 
 class _Body(httpx.AsyncByteStream):
-    def __init__(self, inner: httpx.AsyncByteStream, give_back: Callable[[], Awaitable[None]]) -> None:
-        self._inner = inner
-        self._give_back: Callable[[], Awaitable[None]] | None = give_back
+    def __init__(self, line: Line, give_back: Callable[[], None]) -> None:
+        self._line = line
+        self._give_back: Callable[[], None] | None = give_back
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._inner:
-            yield chunk
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._line.parts()
 
     async def aclose(self) -> None:
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
-            try:
-                await self._inner.aclose()
-            finally:
-                await give_back()
+            give_back()
