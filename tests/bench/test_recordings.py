@@ -124,8 +124,8 @@ def test_what_is_no_recording_is_said(tmp_path: Path, content: bytes | None, mes
 def test_a_recording_of_which_nothing_can_be_played_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "turns.jsonl", turn(0, 1, 1000), turn(2, 3, 2000))
     with pytest.raises(BenchError, match="1 continuations of tool calls, and none"):
-        Replay.check(plan(path))
+        Replay().check(plan(path))
     (one,) = chosen(plan(path, tokens_scale=0.5), sessions(read(path)))
     assert [request.prompt_tokens for request in one.requests] == [500, 1000]
     with pytest.raises(BenchError, match="greater than 0"):
-        Replay.check(plan(path, speed=0))
+        Replay().check(plan(path, speed=0))
