@@ -64,7 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _some_seconds(
             "With several upstreams: the longest that a request waits for its session to be found."
         ),
-    ] = 0.005
+    ] = 0.1
     connect_timeout_s: Annotated[
         float, _some_seconds("Longest time to connect to an upstream before the next one is tried.")
     ] = 5.0

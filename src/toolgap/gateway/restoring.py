@@ -114,7 +114,7 @@ class Restoring:
 
     def forgotten(self, conversation: str) -> None:
         """A conversation is not known any more."""
-        self._soon(lambda now_s: self._close(conversation, now_s))
+        self._soon(lambda now_s: self._forget(conversation, now_s))
 
     def replica(self, conversation: str) -> int | None:
         """The data-parallel replica that has the conversation's KV, if a worker has told."""
@@ -248,7 +248,11 @@ class Restoring:
         self._do(self._turns.closed(conversation))
         if was_there:
             self._tell(Closed(conversation=conversation, at_s=now_s))
+
+    def _forget(self, conversation: str, now_s: float) -> None:
+        self._close(conversation, now_s)
         self._replicas.pop(conversation, None)
+        self._accepted.pop(conversation, None)
 
     def _note_place(self, affinity: str) -> None:
         self._placed[affinity] = self._place(affinity)
@@ -345,7 +349,7 @@ class Restoring:
         self._accepted.move_to_end(step.conversation)
         while len(self._accepted) > MAX_ACCEPTED:
             self._accepted.popitem(last=False)
-        if status.dp_rank is not None and step.conversation in self._turns:
+        if status.dp_rank is not None:
             self._replicas[step.conversation] = status.dp_rank
         self._tell(
             Submitted(
