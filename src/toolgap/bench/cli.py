@@ -320,9 +320,6 @@ def replay(
         arms=Replay.defaults["arms"],
     )
     server = _Server(model, model_name, cpu, url, api_key, storage_dir, tuple(arguments or ()))
-    with _sentences():
-        # Before a server is started for nothing.
-        Replay.check(plan)
     _measure(plan, server, output, difference or [], deadline_s, as_json=as_json)
 
 
