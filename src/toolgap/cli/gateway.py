@@ -71,7 +71,7 @@ def gateway(
                 # A string, a number and a list of strings are in TOML what they are in JSON.
                 typer.echo(f"{field.name} = {msgspec.json.encode(getattr(loaded, field.name)).decode()}")
         return
-    needed = ("anyio", "prometheus_client", "starlette", "uvicorn")
+    needed = ("anyio", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         fail(Exit.USAGE, f"{' and '.join(missing)} missing: pip install 'toolgap[gateway]'")

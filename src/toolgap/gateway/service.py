@@ -1,5 +1,6 @@
 """The gateway as a process: its server, its log, and how it stops."""
 
+import gc
 import logging
 import sys
 
@@ -28,6 +29,8 @@ def server(config: Config, observer: Observer | None = None) -> uvicorn.Server:
             access_log=False,
             log_config=None,
             ws="none",
+            http="httptools",
+            loop="uvloop",
             timeout_graceful_shutdown=config.drain_s,
         )
     )
@@ -54,8 +57,12 @@ def run(config: Config, observer: Observer | None = None) -> bool:
     """
     log_to_stderr()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    made = server(config, observer)
+    # What is there now stays: looking through all of it again and again would stop every stream for milliseconds.
+    gc.collect()
+    gc.freeze()
     try:
-        server(config, observer).run()
+        made.run()
     except SystemExit:
         return False
     return True
