@@ -13,6 +13,8 @@ pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
 REPLICAS = 2
+PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
+"""So that a busy machine sends no request elsewhere, and gives no restore up."""
 
 Make = Callable[..., Agent]
 
@@ -28,7 +30,7 @@ def replicated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def running(replicated: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    with gateway(folder, [replicated.url], "--replicas", str(REPLICAS), "--session-timeout-s", "60") as one:
+    with gateway(folder, [replicated.url], "--replicas", str(REPLICAS), *PATIENT_GATEWAY) as one:
         yield one
 
 
