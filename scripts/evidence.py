@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolgap.bench import replay, report, tables
+from toolgap.bench import hindsight, report, tables
 from toolgap.bench.evidence import MANIFEST
 from toolgap.bench.recipe import Figure
 from toolgap.bench.verify import problems
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     elif quoted != text:
         failed += 1
         print("README.md does not quote evidence/ as it is: scripts/evidence.py --write", file=sys.stderr)
-    decided, page = replay.page(evidence), evidence / DECISIONS
+    decided, page = hindsight.page(evidence), evidence / DECISIONS
     if "--write" in arguments:
         page.write_text(decided, encoding="utf-8")
     elif not page.is_file() or page.read_text(encoding="utf-8") != decided:

@@ -244,11 +244,13 @@ class Server:
     spawn: bool = False
     """Start processes as SGLang does; forking them halves the time of a start."""
     admin_key: str | None = ADMIN_KEY
+    shared_storage: Path | None = None
+    """A folder for L3 that other servers have, too; by default its own."""
     child: ChildServer | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.storage = self.folder / "l3"
+        self.storage = self.shared_storage or self.folder / "l3"
         self.storage.mkdir(exist_ok=True)
         self.log = self.folder / "server.log"
         self.probe = Probe(self.folder / "probe.sock")

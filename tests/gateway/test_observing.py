@@ -13,7 +13,7 @@ from test_proxy import CHAT
 from test_proxy_faults import STREAM, answering
 
 from toolgap.gateway.headers import Headers
-from toolgap.gateway.observing import EVENT_BYTES, Asked, Ending, Observation, Observing
+from toolgap.gateway.observing import EVENT_BYTES, Asked, Ending, Observation, Observing, Place
 
 
 class Recorder:
@@ -25,9 +25,9 @@ class Recorder:
         self.done = threading.Event()
         self._instead = instead
 
-    def session(self, request: Asked) -> str | None:
+    def place(self, request: Asked) -> Place | None:
         self._step("session", request.body)
-        return str(request.body)
+        return Place(str(request.body))
 
     def asked(self, request: Asked) -> Observation | None:
         self._step("asked", request.path, request.body)
@@ -154,18 +154,18 @@ def test_an_ending_says_what_broke() -> None:
     assert recorder.steps[-1] == ("ended", Ending.UPSTREAM_BROKE)
 
 
-def test_the_name_of_a_session_is_waited_for_and_no_longer_than_told() -> None:
+def test_a_place_is_waited_for_and_no_longer_than_told() -> None:
     release = threading.Event()
     request = Asked("id", "POST", CHAT, [], b"s")
 
-    async def ask(recorder: Recorder, timeout_s: float) -> str | None:
+    async def ask(recorder: Recorder, timeout_s: float) -> Place | None:
         observing = Observing(recorder, max_backlog_bytes=1000, session_timeout_s=timeout_s)
-        name = await observing.session(request)
+        place = await observing.place(request)
         release.set()
         await asyncio.to_thread(observing.close)
-        return name
+        return place
 
-    assert asyncio.run(ask(Recorder(), 30)) == "b's'"
+    assert asyncio.run(ask(Recorder(), 30)) == Place("b's'")
     release.clear()
     assert asyncio.run(ask(Recorder(session=lambda: release.wait(30)), 0.05)) is None
     assert asyncio.run(ask(Recorder(session=fail), 30)) is None

@@ -189,10 +189,16 @@ def test_a_message_with_thinking_and_parallel_tool_uses() -> None:
     assert (result.finish, result.answer_id, result.usage) == ("tool_use", "msg_1", (7, 3))
 
 
-def test_a_response_tells_its_calls_and_nothing_names_its_prefix() -> None:
+def test_of_a_message_the_part_of_the_prompt_that_was_cached_counts() -> None:
+    usage = {"input_tokens": 7, "cache_read_input_tokens": 100, "cache_creation_input_tokens": None}
+    start = {"type": "message_start", "message": {"id": "msg_1", "content": [], "usage": usage}}
+    assert seen(MESSAGES, [start, *MESSAGES_STREAM[1:]]).usage == (107, 3)
+
+
+def test_a_response_tells_its_calls_and_is_named_by_its_id() -> None:
     result = seen(RESPONSES, RESPONSES_STREAM, request={"input": "Run the tests."})
     assert result.calls == (Call("c1", "bash"), Call("c2", "read"))
-    assert not result.answer.is_known
+    assert (result.answer.request_id, result.answer.request) == ("resp_1", {})
     assert (result.answer_id, result.reasoned, result.usage) == ("resp_1", True, (7, 3))
 
 
@@ -200,6 +206,50 @@ def test_a_text_completion_is_named_by_its_id() -> None:
     result = seen(COMPLETIONS, COMPLETIONS_STREAM, request={"prompt": "a"})
     assert (result.answer.request_id, result.answer.request, result.calls) == ("r1", {}, ())
     assert (result.finish, result.usage) == ("stop", (7, 3))
+
+
+def completion(*pieces: str, **fields: Any) -> list[Any]:
+    last = {"index": 0, "text": "", "finish_reason": "stop", **fields}
+    return [
+        *({"id": "r1", "choices": [{"index": 0, "text": piece, "finish_reason": None}]} for piece in pieces),
+        {"id": "r1", "choices": [last]},
+        "[DONE]",
+    ]
+
+
+CALLING = ("I run.\n<tool_", "call>", '{"name": "bash", "arguments": {}}', "</tool_call>")
+
+
+def test_a_text_completion_that_ends_with_a_call_has_it() -> None:
+    result = seen(COMPLETIONS, completion(*CALLING), request={"prompt": "a"})
+    assert (result.calls, list(result.answer.calls)) == ((Call("r1-0", "bash"),), ["r1-0"])
+    watching = Watch(Asked(COMPLETIONS, {}), 200, SSE)
+    signs = []
+    for event in completion(*CALLING):
+        watching.feed(sse([event]), 1.0)
+        signs.append(watching.is_calling)
+    assert signs[:3] == [False, True, True]
+    # What the client stops at is left out of the text, or its end is.
+    for part in ("", "</tool_c", "</tool_call>"):
+        stopped = seen(COMPLETIONS, completion(*CALLING[:3], part, matched_stop="</tool_call>"))
+        assert stopped.calls == result.calls
+
+
+@pytest.mark.parametrize(
+    ("events", "request_fields"),
+    [
+        (completion(*CALLING, finish_reason="length"), {}),
+        (completion(*CALLING, " Done."), {}),
+        (completion(*CALLING), {"echo": True}),
+        ([{"id": "r1", "choices": [{"index": 1, "text": "b"}]}, *completion(*CALLING)], {}),
+        (completion(*CALLING[:3]), {}),
+    ],
+)
+def test_a_text_completion_with_no_certain_call_has_none(
+    events: list[Any], request_fields: dict[str, Any]
+) -> None:
+    result = seen(COMPLETIONS, events, request=request_fields)
+    assert (result.calls, result.calling_s) == ((), None)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -28,6 +29,60 @@ PAGE_TOKENS = 16
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="A run's folder, such as evidence/RUN.", show_default=False)
+]
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="The run's folder; a run that was stopped goes on.",
+        show_default="evidence/RECIPE",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Path or hub name; on a CPU a small one is there.", show_default=False),
+]
+ModelName = Annotated[str | None, typer.Option(help="The model's name in the report.", show_default=False)]
+Cpu = Annotated[
+    bool | None,
+    typer.Option("--cpu/--gpu", help="Where to run; a GPU is taken if there is one.", show_default=False),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="A running server with Toolgap and --enable-metrics, whose caches are flushed.",
+        show_default=False,
+    ),
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its admin API key.", show_default=False)
+]
+StorageDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Its file backend's folder, if it is on this machine.", show_default=False
+    ),
+]
+PageTokens = Annotated[int, typer.Option(min=1, help="SGLang's --page-size.")]
+Deadline = Annotated[
+    float | None,
+    typer.Option("--deadline", metavar="SECONDS", help="Begin no trial after this.", show_default=False),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="An option of the recipe.", show_default=False),
+]
+Difference = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="What differs from a stock installation.", show_default=False),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- SGLANG-ARGUMENTS", help="For the server that is started.", show_default=False),
 ]
 
 
@@ -71,45 +126,13 @@ def run(
     recipe: Annotated[
         str, typer.Option(help="What to find out; `toolgap bench recipes` lists them.")
     ] = "matrix",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="The run's folder; a run that was stopped goes on.",
-            show_default="evidence/RECIPE",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="Path or hub name; on a CPU a small one is there.", show_default=False
-        ),
-    ] = None,
-    model_name: Annotated[
-        str | None, typer.Option(help="The model's name in the report.", show_default=False)
-    ] = None,
-    cpu: Annotated[
-        bool | None,
-        typer.Option("--cpu/--gpu", help="Where to run; a GPU is taken if there is one.", show_default=False),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="A running server with Toolgap and --enable-metrics, whose caches are flushed.",
-            show_default=False,
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its admin API key.", show_default=False)
-    ] = None,
-    storage_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Its file backend's folder, if it is on this machine.", show_default=False
-        ),
-    ] = None,
+    output: Output = None,
+    model: Model = None,
+    model_name: ModelName = None,
+    cpu: Cpu = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    storage_dir: StorageDir = None,
     prompt_tokens: Annotated[
         list[int] | None, typer.Option(min=512, help="Prompt sizes.", show_default="4096")
     ] = None,
@@ -125,34 +148,18 @@ def run(
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials of each cell.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the prompts and the order of the trials.")] = 1,
-    page_tokens: Annotated[int, typer.Option(min=1, help="SGLang's --page-size.")] = PAGE_TOKENS,
+    page_tokens: PageTokens = PAGE_TOKENS,
     page_cache: Annotated[
         PageCacheState, typer.Option(help="The operating system's page cache of L3 when a trial begins.")
     ] = PageCacheState.WARM,
-    deadline_s: Annotated[
-        float | None,
-        typer.Option("--deadline", metavar="SECONDS", help="Begin no trial after this.", show_default=False),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An option of the recipe.", show_default=False),
-    ] = None,
-    difference: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="What differs from a stock installation.", show_default=False),
-    ] = None,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- SGLANG-ARGUMENTS", help="For the server that is started.", show_default=False
-        ),
-    ] = None,
+    deadline_s: Deadline = None,
+    option: Options = None,
+    difference: Difference = None,
+    arguments: Arguments = None,
     as_json: Json = False,
 ) -> None:
     """Play a recipe's trials in a seeded random order, and write evidence."""
-    from toolgap.bench import main
     from toolgap.bench.recipes import RECIPES
-    from toolgap.bench.server import Setup
 
     chosen = RECIPES.get(recipe)
     if chosen is None:
@@ -172,38 +179,70 @@ def run(
     options |= {name: _value(text) for name, text in map(_pair, option or [])}
     if only_gap_ms:
         options["only_gaps_ms"] = _only_gaps(only_gap_ms)
-    output = output or Path("evidence") / recipe
+    plan = Plan(
+        recipe=recipe,
+        seed=seed,
+        rounds=trials,
+        page_tokens=page_tokens,
+        page_cache=page_cache.value,
+        options=options,
+        prompt_tokens=values["prompt_tokens"],
+        gaps_ms=values["gaps_ms"],
+        arms=tuple(map(str, values["arms"])),
+    )
+    server = _Server(model, model_name, cpu, url, api_key, storage_dir, tuple(arguments or ()))
+    _measure(plan, server, output, difference or [], deadline_s, as_json=as_json)
+
+
+class _Server(NamedTuple):
+    """Where to measure, from the options of a command."""
+
+    model: str | None
+    model_name: str | None
+    cpu: bool | None
+    url: str | None
+    api_key: str | None
+    storage_dir: Path | None
+    arguments: tuple[str, ...]
+
+
+def _measure(
+    plan: Plan,
+    server: _Server,
+    output: Path | None,
+    differences: list[str],
+    deadline_s: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Play a plan, and print its report or the names of what was written."""
+    from toolgap.bench import main
+    from toolgap.bench.recipes import RECIPES
+    from toolgap.bench.server import Setup
+
+    output = output or Path("evidence") / plan.recipe
     with _sentences():
         target: main.Target
-        if url is not None:
-            if model is not None or cpu is not None or arguments:
+        if server.url is not None:
+            if server.model is not None or server.cpu is not None or server.arguments:
                 raise typer.BadParameter(
                     "a running server has its model, device and arguments: leave those out"
                 )
-            page_cache = page_cache if storage_dir is not None else PageCacheState.UNKNOWN
-            target = main.Target(None, url, api_key, storage_dir)
-            label = model_name or "the server's model"
+            if server.storage_dir is None:
+                plan = msgspec.structs.replace(plan, page_cache=PageCacheState.UNKNOWN.value)
+            target = main.Target(None, server.url, server.api_key, server.storage_dir)
+            label = server.model_name or "the server's model"
         else:
-            on_cpu, path = _where(model, cpu=cpu)
-            label = model_name or _label(path)
-        plan = Plan(
-            recipe=recipe,
-            seed=seed,
-            rounds=trials,
-            page_tokens=page_tokens,
-            page_cache=page_cache.value,
-            options=options,
-            prompt_tokens=values["prompt_tokens"],
-            gaps_ms=values["gaps_ms"],
-            arms=tuple(map(str, values["arms"])),
-        )
-        if url is None:
+            on_cpu, path = _where(server.model, cpu=server.cpu)
+            label = server.model_name or _label(path)
             output.parent.mkdir(parents=True, exist_ok=True)
             log = output.parent / f".{output.name}.server.log"
-            target = main.Target(Setup(path, on_cpu, plan, tuple(arguments or ()), log=log))
+            target = main.Target(Setup(path, on_cpu, plan, server.arguments, log=log))
         # With --json stdout is for the written files' names, and progress is told on stderr.
         console = Console(file=sys.stderr if as_json else None, highlight=False, soft_wrap=True)
-        written = main.run(chosen, plan, target, output, label, difference or [], deadline_s, console)
+        written = main.run(
+            RECIPES[plan.recipe], plan, target, output, label, differences, deadline_s, console
+        )
     from toolgap.bench import charts
     from toolgap.bench.evidence import REPORT
 
@@ -214,6 +253,75 @@ def run(
     say(f"written: {', '.join(str(file) for file in written)}")
     if not charts.available():
         say("no charts: they need matplotlib (pip install 'toolgap[bench]', then toolgap bench report)")
+
+
+@app.command()
+@guarded
+def replay(
+    recording: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Written by `toolgap gateway --record`.", show_default=False),
+    ],
+    output: Output = None,
+    speed: Annotated[float, typer.Option(help="Divides gaps and the time between sessions.")] = 1.0,
+    lead_s: Annotated[
+        float | None,
+        typer.Option(
+            "--lead",
+            metavar="SECONDS",
+            help="Submit so long before the tool returns, not when the tool call leaves.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=512, help="A session ends before a longer prompt.")
+    ] = 8192,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Longer answers are cut.")] = 32,
+    tokens_scale: Annotated[
+        float, typer.Option(help="Multiplies the sizes of what was recorded without content.")
+    ] = 1.0,
+    sessions: Annotated[int, typer.Option(min=1, help="Of a recording with more the first are played.")] = 64,
+    trials: Annotated[int, typer.Option(min=1, help="Of each arm.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of made-up prompts and the order of the arms.")] = 1,
+    model: Model = None,
+    model_name: ModelName = None,
+    cpu: Cpu = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    storage_dir: StorageDir = None,
+    page_tokens: PageTokens = PAGE_TOKENS,
+    deadline_s: Deadline = None,
+    option: Options = None,
+    difference: Difference = None,
+    arguments: Arguments = None,
+    as_json: Json = False,
+) -> None:
+    """Play what a gateway has recorded, with restores ahead and without, and write evidence."""
+    from toolgap.bench.recipes.replay import Replay
+
+    options: dict[str, Any] = {name: _value(text) for name, text in map(_pair, option or [])}
+    options |= {
+        "recording": str(recording),
+        "speed": speed,
+        "tokens_scale": tokens_scale,
+        "most_output_tokens": output_tokens,
+        "most_sessions": sessions,
+    }
+    if lead_s is not None:
+        options["lead_s"] = lead_s
+    plan = Plan(
+        recipe=Replay.name,
+        seed=seed,
+        rounds=trials,
+        page_tokens=page_tokens,
+        page_cache=PageCacheState.WARM.value,
+        options=options,
+        prompt_tokens=(prompt_tokens,),
+        gaps_ms=Replay.defaults["gaps_ms"],
+        arms=Replay.defaults["arms"],
+    )
+    server = _Server(model, model_name, cpu, url, api_key, storage_dir, tuple(arguments or ()))
+    _measure(plan, server, output, difference or [], deadline_s, as_json=as_json)
 
 
 def _arm(name: str) -> str:

@@ -18,7 +18,7 @@ import msgspec
 from toolgap.gateway import service, watch
 from toolgap.gateway.config import Config
 from toolgap.gateway.headers import Headers
-from toolgap.gateway.observing import Asked, Ending, Observation
+from toolgap.gateway.observing import Asked, Ending, Observation, Place
 
 WAIT_S = (0.05, 0.25)
 """Until the first event: uniform between these."""
@@ -155,7 +155,7 @@ HEAD = (
 class Watching:
     """An observer that makes of every answer what it was, and nothing of that."""
 
-    def session(self, request: Asked) -> str | None:
+    def place(self, request: Asked) -> Place | None:
         """None: there is one upstream."""
         return None
 

@@ -29,6 +29,9 @@ TEXT_OF = {
 REASONING = ("thinking", "redacted_thinking")
 PER_BLOCK_BYTES = 1024
 
+CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Of a usage: parts of the prompt that ``input_tokens`` leaves out."""
+
 
 class _Block:
     def __init__(self, reader: Reader, start: Json) -> None:
@@ -139,6 +142,10 @@ class MessagesReader(Reader):
 
     def _count(self, value: Any) -> None:
         new = usage_of(value, "input_tokens", "output_tokens")
+        if new.prompt_tokens is not None:
+            # The API counts what came from a cache beside the rest.
+            cached = (usage_of(value, name, "").prompt_tokens or 0 for name in CACHED)
+            new = new._replace(prompt_tokens=new.prompt_tokens + sum(cached))
         self._usage = Usage(*(b if b is not None else a for a, b in zip(self._usage, new, strict=True)))
 
 

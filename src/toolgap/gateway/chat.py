@@ -1,4 +1,4 @@
-"""Answers of ``/v1/chat/completions`` and ``/v1/completions``. No I/O."""
+"""Answers of ``/v1/chat/completions``. No I/O."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -152,41 +152,3 @@ def _echoed(messages: Any) -> Iterable[str]:
     asked = messages if isinstance(messages, list) else ()
     said = [m for m in asked if isinstance(m, dict) and m.get("role") == "assistant"]
     return frozenset(name for name in REASONING if any(message.get(name) for message in said))
-
-
-class CompletionReader(Reader):
-    """Reads a text completion: its id and its end. It has no messages, and its tool calls are the client's."""
-
-    def __init__(self, max_bytes: int, request: Json) -> None:
-        super().__init__(max_bytes)
-        self._id: str | None = None
-        self._finish: str | None = None
-        self._choices = 1
-        self._usage = Usage()
-
-    def event(self, event: Json) -> None:
-        """One chunk."""
-        refuse_error(event)
-        if self._id is None and (name := optional(event.get("id"), str)):
-            self.keep(len(name))
-            self._id = name
-        if event.get("usage") is not None:
-            self._usage = usage_of(event["usage"], "prompt_tokens", "completion_tokens")
-        for choice in dicts(event.get("choices")):
-            self._choices = max(self._choices, (optional(choice.get("index"), int) or 0) + 1)
-            finish = optional(choice.get("finish_reason"), str)
-            if finish == "abort":
-                raise UnreadableError("the request was aborted")
-            if finish is not None and self._finish is None:
-                self.keep(len(finish))
-                self._finish, self.whole = finish, True
-
-    def body(self, body: Json) -> None:
-        """A whole completion."""
-        self.event(body)
-        self.over = True
-
-    def content(self) -> Content:
-        """Its id, if it has one choice."""
-        name = self._id if self._choices == 1 else None
-        return Content(name, (), (), self._finish, False, self._usage)

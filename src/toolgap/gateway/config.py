@@ -9,6 +9,11 @@ import httpx
 import msgspec
 from msgspec import Meta
 
+from toolgap.gateway.policy import When
+
+SECRETS = ("api_key",)
+"""Shown as asterisks, and taken from no command line."""
+
 PREFIX = "TOOLGAP_GATEWAY_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 KIB, MIB = 2**10, 2**20
@@ -59,7 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _some_seconds(
             "With several upstreams: the longest that a request waits for its session to be found."
         ),
-    ] = 0.005
+    ] = 0.1
     connect_timeout_s: Annotated[
         float, _some_seconds("Longest time to connect to an upstream before the next one is tried.")
     ] = 5.0
@@ -90,16 +95,77 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         _some_seconds("How long they may take to answer; SGLang gives itself up to 20 s when it is busy."),
     ] = 25.0
+    restore: Annotated[
+        bool, Meta(description="Restore prefixes; off, the gateway only passes on what comes.")
+    ] = True
+    workers: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(
+            description="Behind a router that is the upstream: the SGLang servers that are asked to restore; once for "
+            "each. Without it the upstreams are asked."
+        ),
+    ] = ()
+    when: Annotated[When, Meta(description="When to restore where no hint comes.")] = When.AT_PAUSE
+    tool_gaps: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[^=]+=[0-9.]+$")], ...],
+        Meta(
+            description="How long a tool takes, as NAME=SECONDS; once for each. What was told counts as a hint."
+        ),
+    ] = ()
+    lease_s: Annotated[float, _some_seconds("With keep-warm: the lease of a restore.")] = 60.0
+    retry_for_s: Annotated[
+        float, _seconds("How long a restore that a server has no room for is tried again, within the gap.")
+    ] = 30.0
+    restore_timeout_s: Annotated[
+        float, _some_seconds("The longest that a server may take to answer a submit.")
+    ] = 10.0
+    max_conversations: Annotated[
+        int, _count("Conversations that are remembered; the one that was quiet longest is forgotten.", low=1)
+    ] = 4096
+    replicas: Annotated[
+        int,
+        _count(
+            "With SGLang's data parallelism: how many replicas each server has. A conversation goes to one of them "
+            "always (X-Data-Parallel-Rank), and is restored there.",
+            low=1,
+        ),
+    ] = 1
+    api_key: Annotated[
+        str | None,
+        Meta(
+            description="For restores: SGLang's admin API key if it has one. Without it that of the requests is used."
+        ),
+    ] = None
+    page: Annotated[bool, Meta(description="Show the live page, /toolgap.")] = True
+    record: Annotated[
+        str | None,
+        Meta(description="A file that turns are appended to: their sizes and times, as JSON lines."),
+    ] = None
+    record_content: Annotated[
+        bool, Meta(description="Record what was said, too: prompts, answers, names of tools.")
+    ] = False
     drain_s: Annotated[
         int, _count("After SIGTERM: how long running answers may go on before they are cut off.", high=DAY_S)
     ] = 60
 
     def __post_init__(self) -> None:
-        normal = tuple(base_url(url) for url in self.upstreams)
-        twice = next((url for url in normal if normal.count(url) > 1), None)
-        if twice is not None:
-            raise ValueError(f"the upstream {twice} is given twice")
-        msgspec.structs.force_setattr(self, "upstreams", normal)
+        for field in ("upstreams", "workers"):
+            normal = tuple(base_url(url) for url in getattr(self, field))
+            twice = next((url for url in normal if normal.count(url) > 1), None)
+            if twice is not None:
+                raise ValueError(f"{twice} is given twice")
+            msgspec.structs.force_setattr(self, field, normal)
+        _ = self.told_s
+
+    @property
+    def told_s(self) -> dict[str, float]:
+        """Seconds that tools take, by name.
+
+        Raises:
+            ValueError: one is no number.
+        """
+        pairs = [pair.rpartition("=") for pair in self.tool_gaps]
+        return {tool: float(seconds) for tool, _, seconds in pairs}
 
 
 def base_url(url: str) -> str:
@@ -128,6 +194,15 @@ def base_url(url: str) -> str:
 
 FIELDS = msgspec.structs.fields(Config)
 
+SEVERAL = ("upstreams", "workers", "tool_gaps")
+"""Fields that are given once for each of their values."""
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """The settings as they may be shown."""
+    values = msgspec.structs.asdict(config)
+    return values | {name: "***" for name in SECRETS if values[name] is not None}
+
 
 def variable(name: str) -> str:
     """The environment variable of a setting."""
@@ -139,7 +214,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
 
     Args:
         flags: By the names of the fields; None and an empty list are no value.
-        environ: The environment. ``upstreams`` is there a list with blanks or commas between.
+        environ: The environment. Lists have blanks or commas between their values there.
         file: TOML with the names of the fields; if None, the one that ``TOOLGAP_GATEWAY_CONFIG`` names, if any.
 
     Raises:
@@ -161,7 +236,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
         raise ConfigError(f"{unknown[0]} is no setting of the gateway")
     for name in names:
         if text := environ.get(variable(name), "").strip():
-            values[name] = text.replace(",", " ").split() if name == "upstreams" else text
+            values[name] = text.replace(",", " ").split() if name in SEVERAL else text
             origins[name] = variable(name)
     for name, given in flags.items():
         if given is not None and given != []:
@@ -180,7 +255,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
 
 def flag(name: str) -> str:
     """The command's option of a setting."""
-    return "--upstream" if name == "upstreams" else f"--{name.replace('_', '-')}"
+    return f"--{name.rstrip('s') if name in SEVERAL else name}".replace("_", "-")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -66,10 +66,12 @@ class Known(_Event, tag="known", frozen=True, kw_only=True):
     Attributes:
         upstream: URL of the server.
         status: The operation's, now.
+        final: Whether this is what was known once the continuation was answered: the second and last time.
     """
 
     upstream: str
     status: OperationStatus
+    final: bool = False
 
 
 class Hinted(_Event, tag="hinted", frozen=True, kw_only=True):

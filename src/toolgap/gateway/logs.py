@@ -6,10 +6,14 @@ import traceback
 from datetime import UTC, datetime
 from typing import Any
 
+from toolgap.gateway.events import Event, Known, Refused
 from toolgap.gateway.observing import Ending
 from toolgap.gateway.proxy import Exchange
 
 logger = logging.getLogger("toolgap.gateway")
+
+EXPECTED_REFUSALS = frozenset({"not_worthwhile"})
+"""No news to whoever runs the gateway."""
 
 _UNCOMPLETED = "ASGI callable returned without completing response."
 
@@ -41,6 +45,28 @@ class JsonFormatter(logging.Formatter):
 def expected(record: logging.LogRecord) -> bool:
     """A filter that drops uvicorn's complaint of a response without its end: the gateway leaves it so on purpose."""
     return record.getMessage() != _UNCOMPLETED
+
+
+def log_event(event: Event) -> None:
+    """One line for what became of each restore."""
+    match event:
+        case Refused():
+            about: dict[str, Any] = {"operation": event.operation_id, "code": event.code}
+            level = logging.DEBUG if event.code in EXPECTED_REFUSALS else logging.INFO
+        case Known():
+            status = event.status
+            about = {
+                "operation": status.operation_id,
+                "state": status.state.value,
+                "reason": status.reason.value if status.reason else None,
+                "inserted_tokens": status.inserted_tokens,
+                "used_tokens": status.used_tokens if event.final else None,
+            }
+            level = logging.INFO if status.inserted_tokens else logging.DEBUG
+        case _:
+            return
+    fields = {"conversation": event.conversation, "upstream": event.upstream, **about}
+    logger.log(level, "restore", extra={"fields": fields})
 
 
 def log_exchange(exchange: Exchange) -> None:

@@ -2,11 +2,13 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from toolgap.gateway.events import Event, Hinted, Known, Paused, Refused, Returned, Submitted
 from toolgap.gateway.proxy import API_PATHS, Exchange
 from toolgap.gateway.upstreams import Health, Upstream
 
 PREFIX = "toolgap_gateway_"
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+GAP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class Metrics:
@@ -45,6 +47,20 @@ class Metrics:
             registry=self.registry,
             buckets=SECONDS,
         )
+        self.turns = counter("turns", "Answers with tool calls.")
+        self.gaps = Histogram(
+            PREFIX + "gap_seconds",
+            "From a tool call's leaving to the continuation.",
+            registry=self.registry,
+            buckets=GAP_SECONDS,
+        )
+        self.submitted = counter("restores_submitted", "Restores that a server has accepted.")
+        self.restores = counter("restores", "Restores by how they ended.", "state", "reason")
+        self.refused = counter("restores_refused", "Restores that could not be asked for, by why.", "code")
+        self.hints = counter("hints", "Hints about the end of a gap.", "kind")
+        self.restored_tokens = counter("restored_tokens", "Tokens that restores brought into host memory.")
+        self.used_tokens = counter("used_tokens", "Of those, used by the continuation.")
+        self.joined = counter("joined_requests", "Continuations that came early and joined a restore.")
         for url in upstreams:
             self._show(url, Health.UNKNOWN)
 
@@ -66,6 +82,27 @@ class Metrics:
     def health_changed(self, upstream: Upstream) -> None:
         """An upstream is otherwise than it was."""
         self._show(upstream.url, upstream.health)
+
+    def listen(self, event: Event) -> None:
+        """Something was seen, or done, about restores."""
+        match event:
+            case Paused():
+                self.turns.inc()
+            case Returned():
+                self.gaps.observe(max(event.gap_s, 0.0))
+            case Submitted():
+                self.submitted.inc()
+            case Refused():
+                self.refused.labels(event.code).inc()
+            case Hinted():
+                self.hints.labels("progress" if event.left_s else "ended").inc()
+            case Known(final=False):
+                status = event.status
+                self.restores.labels(status.state.value, (status.reason or "")).inc()
+                self.restored_tokens.inc(status.inserted_tokens)
+            case Known(final=True):
+                self.used_tokens.inc(event.status.used_tokens)
+                self.joined.inc(event.status.joined_requests)
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""

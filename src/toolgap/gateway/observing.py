@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from toolgap.gateway.headers import Headers
+from toolgap.gateway.headers import Header, Headers
 
 logger = logging.getLogger("toolgap.gateway")
 
@@ -51,6 +51,15 @@ class Asked(NamedTuple):
     """The whole body; None where it is not kept: not JSON of an API's path, or over the limit."""
 
 
+class Place(NamedTuple):
+    """Where a request goes."""
+
+    affinity: str
+    """A name for its session, equal for all its requests: what an upstream is chosen by."""
+    headers: tuple[Header, ...] = ()
+    """What the upstream is told beside; the client's own header of a name comes before."""
+
+
 class Observation(Protocol):
     """What follows a request, in order. Nothing follows ``ended``, and it always comes."""
 
@@ -70,11 +79,11 @@ class Observer(Protocol):
     Every method is called in one and the same thread, and may raise anything.
     """
 
-    def session(self, request: Asked) -> str | None:
-        """A name for the session of a request, equal for all its requests; None if there is none.
+    def place(self, request: Asked) -> Place | None:
+        """Where a request is to go; None if it may go anywhere.
 
-        Called with several upstreams only, before ``asked``: the request waits for it, for a short time, to go
-        where its session goes.
+        Called before ``asked``, with the same object, if there are several upstreams or ``asks_for_places``: the
+        request waits for it, for a short time.
         """
 
     def asked(self, request: Asked) -> Observation | None:
@@ -129,7 +138,8 @@ class Observing:
     Args:
         observer: Looks at what passes.
         max_backlog_bytes: Bodies that may lie in the queue; exchanges that find it full pass the observer by.
-        session_timeout_s: The longest that a request waits for the name of its session.
+        session_timeout_s: The longest that a request waits for its place.
+        asks_for_places: Whether requests wait for it even with a single upstream.
         on_error: Called in the observer's thread for each exception of the observer.
         on_unseen: Called for each exchange of which the observer missed a part.
     """
@@ -140,10 +150,12 @@ class Observing:
         *,
         max_backlog_bytes: int,
         session_timeout_s: float,
+        asks_for_places: bool = False,
         on_error: Callable[[], None] = lambda: None,
         on_unseen: Callable[[], None] = lambda: None,
     ) -> None:
         self.observer = observer
+        self.asks_for_places = asks_for_places
         self.on_unseen = on_unseen
         self._on_error = on_error
         self._max_backlog_bytes = max_backlog_bytes
@@ -160,15 +172,15 @@ class Observing:
         """Begin to show an exchange."""
         return Watch(self, request)
 
-    async def session(self, request: Asked) -> str | None:
-        """The name of a request's session; None also if the observer fails, or does not say it in time."""
+    async def place(self, request: Asked) -> Place | None:
+        """Where a request is to go; None also if the observer fails, or does not say it in time."""
         answered = anyio.Event()
         loop = asyncio.get_running_loop()
-        names: list[str | None] = []
+        places: list[Place | None] = []
 
         def ask() -> None:
             try:
-                names.append(self.observer.session(request))
+                places.append(self.observer.place(request))
             finally:
                 # The loop is closed if the gateway stopped meanwhile.
                 with suppress(RuntimeError):
@@ -177,7 +189,7 @@ class Observing:
         self.enqueue(ask, 0)
         with anyio.move_on_after(self._session_timeout_s):
             await answered.wait()
-        return names[0] if names else None
+        return places[0] if places else None
 
     def has_room_for(self, size_bytes: int) -> bool:
         """Whether the queue takes so many bytes more."""

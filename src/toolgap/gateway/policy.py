@@ -148,6 +148,13 @@ class Policy:
             turn.due_s, turn.returned = None, True
         return []
 
+    def moved(self, conversation: str, now_s: float) -> list[Action]:
+        """The conversation goes on at another worker, where its prefix has never been."""
+        turn = self._open(conversation)
+        if turn is None:
+            return []
+        return [*self._stop(conversation, turn), *self._restore(conversation, turn, now_s)]
+
     def ended(self, conversation: str, operation: int, took_s: float | None = None) -> list[Action]:
         """An operation has ended, or was refused.
 
@@ -171,6 +178,13 @@ class Policy:
     def shut_down(self) -> list[Action]:
         """Everything ends."""
         return [action for conversation in list(self._turns) for action in self.closed(conversation)]
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __contains__(self, conversation: str) -> bool:
+        """Whether it is in a gap, or its continuation is under way."""
+        return conversation in self._turns
 
     # ---- time ----
 
@@ -198,6 +212,11 @@ class Policy:
             least_s = max(self.settings.renew_s, elapsed_s * (self.settings.growth - 1))
             self._plan(conversation, turn, now_s, least_s)
         return actions
+
+    def left_s(self, conversation: str, now_s: float) -> float | None:
+        """How long a gap is likely to last still, in seconds; None if nothing tells, or if it is over."""
+        turn = self._open(conversation)
+        return None if turn is None else self._left_s(turn, now_s)
 
     def _open(self, conversation: str) -> _Turn | None:
         turn = self._turns.get(conversation)

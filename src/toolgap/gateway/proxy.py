@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from toolgap.gateway import refusals
 from toolgap.gateway.headers import Headers, end_to_end, has_body, to_upstream, value
-from toolgap.gateway.observing import Asked, Ending, Observing, Watch
+from toolgap.gateway.observing import Asked, Ending, Observing, Place, Watch
 from toolgap.gateway.refusals import Refusal
 from toolgap.gateway.upstreams import Health, Upstream, Upstreams
 
@@ -229,6 +229,8 @@ class _Passage:
         self.watch: Watch | None = None
         self._receive = receive
         self._send = send
+        self._place: Place | None = None
+        self._asked_for: Asked | None = None
         self._answering = False
         self._finished = False
         self.body = RequestBody(
@@ -302,12 +304,14 @@ class _Passage:
         return f"the upstream {self.exchange.upstream}"
 
     async def _pass_on(self) -> None:
-        key = await self._session()
+        self._place = await self._find_place()
         if self.body.finished.is_set():
             self._show()
         else:
             self.body.on_finished = self._show
-        upstream, response = await self._first_answer(self.proxy.upstreams.order(key))
+        upstream, response = await self._first_answer(
+            self.proxy.upstreams.order(None if self._place is None else self._place.affinity)
+        )
         upstream.in_flight += 1
         try:
             if not 200 <= response.status_code <= 599:
@@ -319,17 +323,20 @@ class _Passage:
             with anyio.CancelScope(shield=True):
                 await response.aclose()
 
-    async def _session(self) -> str | None:
+    async def _find_place(self) -> Place | None:
         observing = self.proxy.observing
-        if observing is None or len(self.proxy.upstreams.all) == 1 or not self.proxy.is_shown(self.exchange):
+        if observing is None or not self.proxy.is_shown(self.exchange):
+            return None
+        if len(self.proxy.upstreams.all) == 1 and not observing.asks_for_places:
             return None
         await self.body.read_ahead()
-        return await observing.session(self._request())
+        self._asked_for = self._request()
+        return await observing.place(self._asked_for)
 
     def _show(self) -> None:
         observing = self.proxy.observing
         if observing is not None and self.watch is None and self.proxy.is_shown(self.exchange):
-            self.watch = observing.watch(self._request())
+            self.watch = observing.watch(self._asked_for or self._request())
 
     def _request(self) -> Asked:
         exchange = self.exchange
@@ -365,6 +372,9 @@ class _Passage:
             scheme=self.scope["scheme"].encode(),
             request_id=self.exchange.request_id.encode(),
         )
+        for name, text in self._place.headers if self._place is not None else ():
+            if value(headers, name) is None:
+                headers.append((name, text))
         raw_path = self.scope["raw_path"]
         target = raw_path if raw_path == b"*" else upstream.target(raw_path, self.scope["query_string"])
         return httpx.Request(

@@ -4,8 +4,11 @@ Beside the keys described there, each line has the turn's times and sizes::
 
     asked_s, calling_s, whole_s    Unix time: the request came, its first tool call began to leave, its answer was whole
     prompt_tokens, output_tokens   as the server counted them
+    request_bytes, answer_bytes    of their JSON, since a stream may say nothing of tokens
+    num_calls                      tool calls of the answer
     tools                          names of the tools that the answer calls
     finish                         why the answer ended, in the API's word
+    path                           of the API
 
 What is not known is left out. Without content, ``request`` and ``response`` are left out as well, and so are
 the names of tools: such a recording tells when and how much, and ``check-prefix`` cannot read it.
@@ -26,16 +29,22 @@ class Recorded(msgspec.Struct, kw_only=True, omit_defaults=True):
     Attributes:
         session: The conversation's key: no client's name can be read from it.
         api: Whose form the bodies have; None for APIs whose requests have no messages.
+        path: Of the URL.
+        request_bytes: Of the request, as JSON.
+        answer_bytes: Of the answer's messages, as JSON; None if they are not read.
         num_calls: Tool calls of the answer.
     """
 
     session: str
     api: Api | None = None
+    path: str
     asked_s: float
     calling_s: float | None = None
     whole_s: float
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    request_bytes: int
+    answer_bytes: int | None = None
     num_calls: int
     finish: str | None = None
     tools: list[str] | None = None
@@ -60,11 +69,14 @@ def recorded(session: str, asked: Asked, seen: Seen, *, asked_s: float, content:
     return Recorded(
         session=session,
         api=asked.route.api,
+        path=asked.path,
         asked_s=asked_s,
         calling_s=seen.calling_s,
         whole_s=seen.whole_s,
         prompt_tokens=seen.usage.prompt_tokens,
         output_tokens=seen.usage.output_tokens,
+        request_bytes=len(msgspec.json.encode(asked.request)),
+        answer_bytes=len(msgspec.json.encode(seen.answer.messages)) if seen.answer.messages else None,
         num_calls=len(seen.calls),
         finish=seen.finish,
         tools=[call.tool for call in seen.calls] if content else None,

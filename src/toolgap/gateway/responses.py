@@ -1,8 +1,7 @@
 """Answers of ``/v1/responses``. No I/O.
 
 Only the tool calls, the ids and the sizes are read. SGLang makes its prompts of items by its own route, which
-a prefix's ``messages`` do not go through, and its response ids are no request's: so the answer has neither
-messages nor a request, and nothing names its prefix.
+a prefix's ``messages`` do not go through: the prefix is named by the response's id, which is the request's as well.
 """
 
 from toolgap.gateway.answers import (

@@ -12,7 +12,8 @@ import msgspec
 from toolgap.client import PrefixFields
 from toolgap.gateway.answers import Json, Reader, UnreadableError, Usage
 from toolgap.gateway.anthropic import MessagesReader
-from toolgap.gateway.chat import ChatReader, CompletionReader
+from toolgap.gateway.chat import ChatReader
+from toolgap.gateway.completions import CompletionReader
 from toolgap.gateway.responses import ResponsesReader
 from toolgap.gateway.sse import Events, EventTooLongError
 from toolgap.hooks.restores import Call
@@ -42,7 +43,7 @@ ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": Route(ChatReader, Api.OPENAI, True),
     "/v1/completions": Route(CompletionReader, None, True),
     "/v1/messages": Route(MessagesReader, Api.ANTHROPIC, False),
-    "/v1/responses": Route(ResponsesReader, None, False),
+    "/v1/responses": Route(ResponsesReader, None, True),
 }
 """By path."""
 
@@ -213,7 +214,7 @@ class Watch:
             answer_id=content.id,
             reasoned=content.reasoned,
             usage=content.usage,
-            calling_s=self._calling_s,
+            calling_s=self._calling_s if content.calls else None,
             whole_s=self._whole_s,
         )
 

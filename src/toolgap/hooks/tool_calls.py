@@ -4,7 +4,7 @@ A session is one conversation: its requests follow each other, each prompt the l
 calls begins a *turn*, which ends with the next answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any, NamedTuple, cast
@@ -142,23 +142,39 @@ class ToolCalls:
         return steps
 
     def _names(self) -> tuple[PrefixFields, ...]:
-        answer, results = self._answer, self._certain_results()
-        by_request: PrefixFields = {"request_id": answer.request_id}
-        names = [by_request] if answer.request_id is not None else []
-        if answer.request.get("messages"):
-            messages = [*(answer.request["messages"] or ()), *answer.messages]
-            if answer.request.get("api") is Api.ANTHROPIC:
-                messages += [{"role": "user", "content": results}] if results else []
-            else:
-                messages += results
-            by_messages = cast("PrefixFields", {**answer.request, "messages": messages})
-            # With results the messages name more than the request did.
-            names.insert(0 if results else len(names), by_messages)
-        return tuple(names)
+        return prefix_names(self._answer, self._calls, self._results)
 
-    def _certain_results(self) -> list[Message]:
-        """Results of the first calls: that of a later one stands behind those that are still missing."""
-        if not self._answer.messages:
-            return []
-        first = takewhile(lambda result: result is not None, map(self._results.get, self._calls))
-        return [result for result in first if result is not None]
+
+def prefix_names(
+    answer: Answer, calls: Sequence[str], results: Mapping[str, Message | None]
+) -> tuple[PrefixFields, ...]:
+    """Names of what the next prompt will certainly begin with, the most exact one first.
+
+    Args:
+        answer: The turn's.
+        calls: Ids of its tool calls, in order.
+        results: Of the calls that have ended, by id; None where the result is not known.
+    """
+    certain = _certain_results(answer, calls, results)
+    by_request: PrefixFields = {"request_id": answer.request_id}
+    names = [by_request] if answer.request_id is not None else []
+    if answer.request.get("messages"):
+        messages = [*(answer.request["messages"] or ()), *answer.messages]
+        if answer.request.get("api") is Api.ANTHROPIC:
+            messages += [{"role": "user", "content": certain}] if certain else []
+        else:
+            messages += certain
+        by_messages = cast("PrefixFields", {**answer.request, "messages": messages})
+        # With results the messages name more than the request did.
+        names.insert(0 if certain else len(names), by_messages)
+    return tuple(names)
+
+
+def _certain_results(
+    answer: Answer, calls: Sequence[str], results: Mapping[str, Message | None]
+) -> list[Message]:
+    """Results of the first calls: that of a later one stands behind those that are still missing."""
+    if not answer.messages:
+        return []
+    first = takewhile(lambda result: result is not None, map(results.get, calls))
+    return [result for result in first if result is not None]

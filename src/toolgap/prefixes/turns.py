@@ -6,7 +6,8 @@ A line of a recording is one JSON object::
 
 ``request`` is the body as it was sent to ``/v1/chat/completions`` or ``/v1/messages``; all else is optional.
 ``response`` is the body of the reply, of a streamed one as it would have been without streaming. Other keys,
-such as times, are left alone.
+such as times, are left alone. Lines that a gateway has recorded without content, or for an API whose requests
+have no messages, are passed over.
 """
 
 import json
@@ -84,7 +85,10 @@ def read_turns(data: bytes, api: Api | None = None) -> list[Turn]:
     Raises:
         TurnsError: it is neither, or an element is no turn.
     """
-    turns = [_turn(value, where) for value, where in _elements(data)]
+    elements = list(_elements(data))
+    turns = [_turn(value, where) for value, where in elements if not _is_bare(value)]
+    if elements and not turns:
+        raise TurnsError("it was recorded without content, or of APIs without messages: it names no prefix")
     for session in dict.fromkeys(turn.session for turn in turns):
         members = [turn for turn in turns if turn.session == session]
         looks = Api.ANTHROPIC if any(map(_is_anthropic, members)) else Api.OPENAI
@@ -129,6 +133,14 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether it is a gateway's line of a turn without messages."""
+    if not isinstance(value, dict) or not value.keys() >= {"session", "path", "asked_s"}:
+        return False
+    request = value.get("request")
+    return not isinstance(request, dict) or "messages" not in request
 
 
 def _turn(value: Any, where: str) -> Turn:

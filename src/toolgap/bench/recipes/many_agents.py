@@ -162,6 +162,8 @@ class Continuation(msgspec.Struct, kw_only=True):
     """When it was submitted."""
     read_tokens: int = 0
     joined_requests: int = 0
+    used_tokens: int = 0
+    """Of those that it read, by the time that its end was asked for: after the continuation."""
     refused: str | None = None
     """Code of a refused submit, or of a refused question for the operation's end."""
 
@@ -275,7 +277,7 @@ class ManyAgents(Recipe[Crowd]):
     def report(self, manifest: Manifest, trials: Sequence[Crowd]) -> str:
         """See :class:`~toolgap.bench.recipe.Recipe`."""
         valid = [trial for trial in trials if not trial.invalid]
-        parts = [_setting(manifest.plan, trials)]
+        parts = [self.setting(manifest.plan, trials)]
         if valid:
             parts += [
                 "## Time to first token",
@@ -292,6 +294,10 @@ class ManyAgents(Recipe[Crowd]):
         parts += ["## Validity", f"A trial counts only if {RULES}."]
         return "\n\n".join(part for part in parts if part)
 
+    def setting(self, plan: Plan, trials: Sequence[Crowd]) -> str:
+        """What was played, for the report."""
+        return _setting(plan, trials)
+
     def charts(self, manifest: Manifest, trials: Sequence[Crowd]) -> dict[str, Any]:
         """See :class:`~toolgap.bench.recipe.Recipe`: the whole distributions."""
         valid = [trial for trial in trials if not trial.invalid]
@@ -299,7 +305,7 @@ class ManyAgents(Recipe[Crowd]):
         if not series:
             return {}
         title = f"{manifest.model}, {tables.hardware(manifest)}: continuations of many agents"
-        return {"many-agents-ttft": charts.distributions(title, "time to first token, ms", series)}
+        return {f"{self.name}-ttft": charts.distributions(title, "time to first token, ms", series)}
 
 
 # ---- the report ----
@@ -515,23 +521,50 @@ def warm_up(stage: Stage) -> None:
 def play(
     stage: Stage, cell: Cell, round_number: int, played: Sequence[Session], trace_sha256: str | None
 ) -> Crowd:
+    """All agents of a round."""
+    most_gap_s = Agents.of(stage.plan).most_gap_s
+    crew = Crew(
+        runs=[
+            partial(_run, stage, cell.arm, f"many-agents/{round_number}/{number}", number, session)
+            for number, session in enumerate(played)
+        ],
+        planned_turns=[len(session.turns) for session in played],
+        together_tokens=sum(prompt_tokens(session)[-1] for session in played),
+        cut_gaps=sum(turn.gap_s >= most_gap_s for session in played for turn in session.turns),
+        trace_sha256=trace_sha256,
+    )
+    return play_crew(stage, cell, round_number, crew)
+
+
+def _run(
+    stage: Stage, arm: str, name: str, number: int, session: Session, helpers: Executor, stop: Event
+) -> "Run":
+    return Agent(stage, arm, name, number, helpers, stop).run(session)
+
+
+class Crew(NamedTuple):
+    """Those who are played at once."""
+
+    runs: Sequence[Callable[[Executor, Event], "Run"]]
+    """Each plays one agent, whose restores the executor waits for; it ends soon after the event is set."""
+    planned_turns: list[int]
+    together_tokens: int
+    cut_gaps: int
+    trace_sha256: str | None
+
+
+def play_crew(stage: Stage, cell: Cell, round_number: int, crew: Crew) -> Crowd:
     """All agents, each in a thread of its own; what fails in one of them is raised, and ends the others."""
     plan, stop = stage.plan, Event()
     l2_tokens = stage.toolgap.overview().engine.host_total_tokens
     counters, began_ts, begin_s = stage.counters(COUNTERS), time.time(), time.perf_counter()
     # A restore and the question for its end may be under way for every turn at once: none waits for another.
     with (
-        ThreadPoolExecutor(2 * sum(len(session.turns) for session in played)) as helpers,
-        ThreadPoolExecutor(len(played)) as threads,
+        ThreadPoolExecutor(2 * sum(crew.planned_turns)) as helpers,
+        ThreadPoolExecutor(len(crew.runs)) as threads,
     ):
         try:
-            futures = [
-                threads.submit(
-                    Agent(stage, cell.arm, f"many-agents/{round_number}/{number}", number, helpers, stop).run,
-                    session,
-                )
-                for number, session in enumerate(played)
-            ]
+            futures = [threads.submit(run, helpers, stop) for run in crew.runs]
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
@@ -541,19 +574,18 @@ def play(
     read = sum(one.read_tokens for one in continuations)
     after = stage.settled_counters(COUNTERS, PREFETCHED, counters[PREFETCHED] + read)
     stage.settle()
-    most_gap_s = Agents.of(plan).most_gap_s
     trial = Crowd(
         trial_id=cell.trial_id(round_number),
         round=round_number,
         cell=cell,
         began_ts=round(began_ts, 6),
         page_cache=plan.page_cache,
-        trace_sha256=trace_sha256,
+        trace_sha256=crew.trace_sha256,
         l1_tokens=stage.l1_tokens,
         l2_tokens=l2_tokens,
-        together_tokens=sum(prompt_tokens(session)[-1] for session in played),
-        planned_turns=[len(session.turns) for session in played],
-        cut_gaps=sum(turn.gap_s >= most_gap_s for session in played for turn in session.turns),
+        together_tokens=crew.together_tokens,
+        planned_turns=crew.planned_turns,
+        cut_gaps=crew.cut_gaps,
         first_ttft_ms=[run.first_ttft_ms for run in runs],
         continuations=continuations,
         wall_s=round(wall_s, 3),
@@ -677,6 +709,7 @@ def note(one: Continuation, ended: OperationStatus | Code) -> None:
     one.resident_tokens = ended.resident_tokens
     one.read_tokens = ended.read_tokens
     one.joined_requests = ended.joined_requests
+    one.used_tokens = ended.used_tokens
 
 
 def _digest(output_ids: Sequence[int]) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from bench_trials import operation, trial
 
+from toolgap.bench.hindsight import page, with_decisions
 from toolgap.bench.records import Trial
-from toolgap.bench.replay import page, with_decisions
 
 
 def recompute(number: int, prefill_s: float) -> Trial:
