@@ -21,7 +21,7 @@ from toolgap.bench.verify import problems
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 PLAN = Plan(
-    streams=2, requests=1, events=4, events_per_s=10, rounds=2, seed=1, arms=(Arm.DIRECT, Arm.WATCHED)
+    streams=2, requests=1, events=4, events_per_s=10, rounds=2, seed=1, arms=(Arm.DIRECT, Arm.RESTORING)
 )
 
 
@@ -126,8 +126,8 @@ def trial(number: int, arm: Arm, shift_us: int, **other: object) -> Trial:
 
 TRIALS_MADE = [
     trial(0, Arm.DIRECT, 0),
-    trial(0, Arm.WATCHED, 200),
-    trial(1, Arm.WATCHED, 300),
+    trial(0, Arm.RESTORING, 200),
+    trial(1, Arm.RESTORING, 300),
     trial(1, Arm.DIRECT, 0),
 ]
 

@@ -106,7 +106,13 @@ def test_an_upstream_that_is_killed_breaks_its_streams_and_is_used_again_once_it
 
 def test_500_streams_at_once_are_equal_to_the_direct_ones_and_each_is_watched(tmp_path: Path) -> None:
     plan = Plan(
-        streams=500, requests=1, events=20, events_per_s=10, rounds=1, seed=1, arms=(Arm.DIRECT, Arm.WATCHED)
+        streams=500,
+        requests=1,
+        events=20,
+        events_per_s=10,
+        rounds=1,
+        seed=1,
+        arms=(Arm.DIRECT, Arm.RESTORING),
     )
     [trials] = run(plan, logs=tmp_path)
     assert [(trial.asked, trial.whole, trial.equal, trial.unwatched) for trial in trials] == [
