@@ -20,6 +20,7 @@ from toolgap.client import AsyncToolgap, Toolgap
 from toolgap.gateway import config as gateway
 from toolgap.gateway.metrics import Metrics
 from toolgap.gateway.observing import Ending
+from toolgap.gateway.record import Recorded
 from toolgap.gateway.refusals import Refusal
 from toolgap.prefixes.causes import Cause
 from toolgap.protocol import (
@@ -164,6 +165,10 @@ def test_every_request_in_an_example_is_accepted(name: str) -> None:
 @EVERY_DOCUMENT
 def test_every_reply_in_an_example_is_one(name: str) -> None:
     for block in blocks(DOCUMENTS[name], "json"):
+        if name == "docs/recordings.md":
+            line = msgspec.json.decode(block)
+            assert msgspec.to_builtins(msgspec.convert(line, Recorded)) == line
+            continue
         kinds = [OperationStatus, Overview, Resolved, ErrorReply]
         keys = msgspec.json.decode(block, type=dict[str, Any]).keys()
         kind = next(kind for kind in kinds if set(kind.__struct_fields__) == keys)
@@ -271,7 +276,7 @@ def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
     sglangs = {"write_through", "buffer_only", "best_effort", "wait_complete", "prefetch_threshold"}
     if name == "docs/agents.md":
         known |= set(re.findall(r"\w+", sources("src/toolgap/hooks")))
-    if name == "docs/gateway.md":
+    if name in ("docs/gateway.md", "docs/recordings.md"):
         known |= set(re.findall(r"\w+", sources("src/toolgap/gateway")))
         known |= gateway_metrics()
     spans = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", DOCUMENTS[name])

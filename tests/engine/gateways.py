@@ -131,7 +131,8 @@ class OpenAIAgent:
             "model": "default",
             "messages": self.messages,
             "tools": TOOLS,
-            "tool_choice": choice,
+            # A function's name allows one call.
+            "tool_choice": {"type": "function", "function": {"name": NAME}} if choice == "call" else choice,
             "temperature": 0,
             "max_tokens": max_tokens,
         }
@@ -169,7 +170,7 @@ class OpenAIAgent:
 
     def turn(self, meanwhile: Callable[[list[str]], None]) -> None:
         """An answer that calls a tool, the tool, and what happens before its result is sent."""
-        calls = self.ask("required")
+        calls = self.ask("call")
         assert calls, self.messages[-1]
         for call_id, arguments in calls:
             result = count_lines(json.loads(arguments)["path"])
@@ -198,9 +199,10 @@ class AnthropicAgent:
             "system": self.system,
             "messages": self.messages,
             "tools": ANTHROPIC_TOOLS,
-            "tool_choice": {"type": "any" if choice == "required" else choice},
-            "temperature": 0,
+            "tool_choice": {"type": "tool", "name": NAME} if choice == "call" else {"type": choice},
             "max_tokens": max_tokens,
+            # This client has no argument for it.
+            "extra_body": {"temperature": 0},
         }
         if self.streamed:
             with self.client.messages.stream(**request) as stream:
@@ -214,7 +216,7 @@ class AnthropicAgent:
 
     def turn(self, meanwhile: Callable[[list[str]], None]) -> None:
         """As of :class:`OpenAIAgent`."""
-        calls = self.ask("required")
+        calls = self.ask("call")
         assert calls, self.messages[-1]
         blocks = [
             {

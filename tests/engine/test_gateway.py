@@ -124,7 +124,11 @@ def restored(workers: tuple[Server, Server], before: set[str]) -> list[tuple[Ser
 
 def serving(workers: tuple[Server, Server], before: set[str]) -> Server:
     """The worker that was asked to restore since."""
-    [worker] = [worker for worker in workers if operations(worker).keys() - before]
+
+    def asked() -> list[Server]:
+        return [worker for worker in workers if operations(worker).keys() - before]
+
+    [worker] = until("a worker is asked to restore", asked)
     return worker
 
 
@@ -165,7 +169,6 @@ def test_a_conversation_that_moves_on_has_its_restore_stopped(
     for worker in workers:
         worker.flush()
         worker.probe.reset()
-    before = {name for worker in workers for name in operations(worker)}
     headers = {"x-session-id": "moves on"}
     agent = OpenAIAgent(shared_gateway.url, "moves on", headers=headers)
     with ExitStack() as held:
@@ -179,9 +182,9 @@ def test_a_conversation_that_moves_on_has_its_restore_stopped(
             until("it is submitted", lambda: active(workers))
 
         agent.turn(meanwhile)
-        worker = serving(workers, before)
+        [worker] = [worker for worker in workers if worker.toolgap.overview().active]
+        [operation] = [status.operation_id for status in active(workers)]
         assert shared_gateway.hint(session_ended="moves on").status_code == 200
-        [operation] = operations(worker).keys() - before
         until("it stops", lambda: operations(worker)[operation].stopping)
     assert worker.ended(operation).state is State.CANCELLED
 

@@ -222,7 +222,7 @@ CALLING = ("I run.\n<tool_", "call>", '{"name": "bash", "arguments": {}}', "</to
 
 def test_a_text_completion_that_ends_with_a_call_has_it() -> None:
     result = seen(COMPLETIONS, completion(*CALLING), request={"prompt": "a"})
-    assert (result.calls, list(result.answer.calls)) == ((Call("call_0", "bash"),), ["call_0"])
+    assert (result.calls, list(result.answer.calls)) == ((Call("r1-0", "bash"),), ["r1-0"])
     watching = Watch(Asked(COMPLETIONS, {}), 200, SSE)
     signs = []
     for event in completion(*CALLING):

@@ -125,7 +125,7 @@ class Streamer(asyncio.Protocol):
     def _begin(self, body: bytes) -> None:
         now_ns = time.monotonic_ns()
         asked = msgspec.json.decode(body)
-        made = script(asked["user"], asked["max_tokens"], asked["events_per_s"])
+        made = script(asked["user"], asked["max_tokens"], asked.get("events_per_s", 25.0))
         times = self._times[asked["user"]] = [now_ns]
         self._next(iter(zip(made.events, made.delays_s, strict=True)), times, time.monotonic())
 

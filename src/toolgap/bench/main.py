@@ -102,6 +102,7 @@ def run(
     begin_s = time.monotonic()
     if recipe.own_servers and target.setup is None:
         raise BenchError(f"the recipe {recipe.name} starts its own servers: leave --url out")
+    recipe.check(plan)
     progress = _Progress(console)
     # Another run's folder is told before a server has been started for nothing.
     check_same_run(folder, _manifest(recipe, plan, target, None, folder, model, differences), ("hardware",))

@@ -81,6 +81,13 @@ class Recipe(ABC, Generic[T]):
                 if (trial_id := cell.trial_id(number)) not in done:
                     yield trial_id, cell, number
 
+    def check(self, plan: Plan) -> None:
+        """Look at the plan before a server is started for nothing.
+
+        Raises:
+            BenchError: it cannot be played.
+        """
+
     @abstractmethod
     def steps(
         self, plan: Plan, stage: Stage | None, setup: Setup | None, done: set[str], say: Callable[[str], None]

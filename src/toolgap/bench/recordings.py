@@ -14,6 +14,7 @@ import msgspec
 from toolgap.bench.errors import BenchError
 from toolgap.client import PrefixFields
 from toolgap.gateway.record import Recorded, turn_of
+from toolgap.gateway.sessions import without_marks
 from toolgap.protocol import PROMPT_FIELDS, Api
 
 BYTES_PER_TOKEN = 4
@@ -119,21 +120,27 @@ def continuations(session: Session) -> int:
 def _rows(turns: Iterable[Recorded]) -> list[list[Recorded]]:
     rows: list[list[Recorded]] = []
     for turn in turns:
-        before = next((row for row in rows if _follows(row[-1], turn)), None)
-        if before is None:
-            rows.append([turn])
+        before = [row for row in rows if _may_follow(row[-1], turn)]
+        if before:
+            # An answer that calls tools is gone on with, a title is not; else what was answered last.
+            max(before, key=lambda row: (row[-1].num_calls > 0, row[-1].whole_s)).append(turn)
         else:
-            before.append(turn)
-            # What was asked last is what is gone on with.
-            rows.remove(before)
-            rows.insert(0, before)
+            rows.append([turn])
     return rows
 
 
-def _follows(before: Recorded, turn: Recorded) -> bool:
-    same_kind = before.path == turn.path and (before.request is None) == (turn.request is None)
-    grown = _prompt_tokens(turn) > _prompt_tokens(before)
-    return same_kind and grown and before.whole_s <= turn.asked_s
+def _may_follow(before: Recorded, turn: Recorded) -> bool:
+    if before.path != turn.path or before.whole_s > turn.asked_s:
+        return False
+    asked, more = _messages(before), _messages(turn)
+    if asked is None or more is None:
+        return asked is more and _prompt_tokens(turn) > _prompt_tokens(before)
+    return len(asked) < len(more) and without_marks(more[: len(asked)]) == without_marks(asked)
+
+
+def _messages(turn: Recorded) -> list[Any] | None:
+    messages = (turn.request or {}).get("messages")
+    return messages if isinstance(messages, list) else None
 
 
 def _requests(row: Sequence[Recorded]) -> tuple[Request, ...]:
@@ -164,7 +171,7 @@ def _output_tokens(turn: Recorded) -> int:
 
 def _fields(turn: Recorded) -> PrefixFields | None:
     request = turn.request
-    if turn.api is None or request is None or not isinstance(request.get("messages"), list):
+    if turn.api is None or request is None or _messages(turn) is None:
         return None
     # Under which name the model was served is no part of the prompt.
     names = [name for name in PROMPT_FIELDS if name != "model" and request.get(name) is not None]

@@ -60,7 +60,8 @@ class CompletionReader(Reader):
         names = written_calls(self._whole_text()) if certain else ()
         return Content(
             id=self._id if self._choices == 1 else None,
-            calls=tuple(Call(f"call_{number}", name) for number, name in enumerate(names)),
+            # Nobody gives these calls ids; what is told of one must not fit another conversation's.
+            calls=tuple(Call(f"{self._id or 'call'}-{number}", name) for number, name in enumerate(names)),
             messages=(),
             finish=self._finish,
             reasoned=False,

@@ -264,24 +264,28 @@ def _chain(scope: bytes, messages: Iterable[Any]) -> Iterable[bytes]:
 
 def _canonical(value: Any) -> bytes:
     try:
-        return msgspec.json.encode(_without_marks(value, MARKED_DEPTH), order="deterministic")
+        return msgspec.json.encode(without_marks(value), order="deterministic")
     except (ValueError, OverflowError, RecursionError):
         # What cannot be written as JSON again, such as numbers beyond 64 bits, is like nothing else of its kind.
         return b"?"
 
 
-def _without_marks(value: Any, depth: int) -> Any:
+def without_marks(value: Any, depth: int = MARKED_DEPTH) -> Any:
     """Without what a client writes otherwise from request to request though it means the same.
 
     Marks of what to cache move on with every request, and a text alone may stand in a list or not.
+
+    Args:
+        value: Of a request's JSON.
+        depth: What is deeper in it stays as it is.
     """
     if not depth:
         return value
     if isinstance(value, list):
-        return [_without_marks(item, depth - 1) for item in value]
+        return [without_marks(item, depth - 1) for item in value]
     if not isinstance(value, dict):
         return value
-    plain = {key: _without_marks(item, depth - 1) for key, item in value.items() if key != "cache_control"}
+    plain = {key: without_marks(item, depth - 1) for key, item in value.items() if key != "cache_control"}
     content = plain.get("content")
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
         (block,) = content

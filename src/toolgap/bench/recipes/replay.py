@@ -179,13 +179,8 @@ class Replay(ManyAgents):
         for trial_id, cell, number in self.left(plan, done):
             yield Step(trial_id, partial(play, stage, cell, number, ready, digest, options.lead_s))
 
-    @staticmethod
-    def check(plan: Plan) -> None:
-        """Raise if there is nothing to play.
-
-        Raises:
-            BenchError: the recording cannot be read, or has nothing that fits.
-        """
+    def check(self, plan: Plan) -> None:
+        """See :class:`~toolgap.bench.recipe.Recipe`: the recording is read, and something of it fits."""
         chosen(plan, recordings.sessions(recordings.read(Options.of(plan).recording)))
 
     def setting(self, plan: Plan, trials: Sequence[Crowd]) -> str:
