@@ -131,7 +131,6 @@ class OpenAIAgent:
             "model": "default",
             "messages": self.messages,
             "tools": TOOLS,
-            # A call whose array goes on does not end within the limit.
             "parallel_tool_calls": False,
             "tool_choice": {"type": "function", "function": {"name": NAME}} if choice == "call" else choice,
             "temperature": 0,

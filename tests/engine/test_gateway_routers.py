@@ -29,6 +29,8 @@ from toolgap.protocol import OperationStatus, Reason, State
 pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
+ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
+"""The tiny model computes faster than a busy machine reads."""
 PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
 """So that a busy machine sends no request elsewhere, and gives no restore up."""
 LAUNCH_ROUTER = """
@@ -59,7 +61,7 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
                     model,
                     folder / name,
                     arguments=arguments,
-                    environment=PATIENT,
+                    environment=ENVIRONMENT,
                     shared_storage=folder / "l3",
                 )
             )
