@@ -470,8 +470,8 @@ def gateway(
 ) -> None:
     """Measure what a gateway adds to the time of streams, and count those that are equal to the direct ones.
 
-    Every round plays the same streams directly, through a gateway, and through one whose observer reads every
-    answer. Fails if an answer is not whole, or not equal.
+    Every round plays the same streams directly, through a gateway that restores nothing, and through one as it is by
+    default, which reads every answer. Fails if an answer is not whole, or not equal.
     """
     from contextlib import closing
     from tempfile import TemporaryDirectory

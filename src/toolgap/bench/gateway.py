@@ -46,8 +46,9 @@ class Arm(StrEnum):
 
     DIRECT = "direct"
     GATEWAY = "gateway"
-    WATCHED = "watched"
-    """A gateway with an observer that reads every answer."""
+    """One that restores nothing, and so looks at nothing."""
+    RESTORING = "restoring"
+    """As it is by default: every answer is read, its conversation found, and a restore asked for."""
 
 
 class Plan(msgspec.Struct, kw_only=True, frozen=True):
@@ -308,7 +309,7 @@ def _times(upstream: str) -> dict[str, list[int]]:
 
 def _unwatched(server: Server) -> int:
     """What a gateway's observer has missed until now."""
-    if server.arm is not Arm.WATCHED:
+    if server.arm is not Arm.RESTORING:
         return 0
     lines = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30.0).text.splitlines()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}

@@ -164,7 +164,8 @@ def report(manifest: Manifest, trials: Sequence[Trial]) -> str:
         f"# {manifest.run}",
         "Made by `toolgap bench gateway` from `manifest.json` and `trials.jsonl` alone; `toolgap bench verify` makes "
         "it again and compares. Client, gateway and upstream are processes of their own on one machine. The upstream "
-        "is no engine: it streams chat chunks of SGLang's form and size at a model's pace.",
+        "is no engine: it streams chat chunks of SGLang's form and size at a model's pace, each answer with a tool "
+        "call. By default the gateway reads every answer and asks for a restore, which this upstream refuses.",
         table(["", ""], facts),
         "## What the gateway adds",
         gateway_figures.text(gateway_figures.figures(plan, trials)),

@@ -144,4 +144,4 @@ def text(found: Figures) -> str:
     return tables.table(head, [*rows, direct])
 
 
-LABELS = {Arm.DIRECT: "direct", Arm.GATEWAY: "gateway", Arm.WATCHED: "gateway, every stream watched"}
+LABELS = {Arm.DIRECT: "direct", Arm.GATEWAY: "gateway, no restores", Arm.RESTORING: "gateway, by default"}
