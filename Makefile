@@ -4,7 +4,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-hooks test-engine soak lint format typecheck docs docs-check clean
+.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-hooks test-engine soak lint lint-deploy format typecheck docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ soak: env ## Random work and every fault at once on a real server, SOAK_S second
 lint: ## Check style, formatting and types
 	@scripts/lint
 
+lint-deploy: ## Check the Dockerfiles, compose file and Kubernetes manifests of deploy/, in an environment of 0.2 GiB
+	@scripts/lint-deploy
+
 format: ## Format the code, and mend what ruff can mend
 	@scripts/format
 
@@ -58,5 +61,5 @@ docs-check: env ## Check those pages, and the links, headings and make targets i
 	@.venv/bin/python scripts/docs.py --check
 	@.venv/bin/python scripts/docs_check.py
 
-clean: ## Remove .venv, .venv-agents, caches and build output; the shared environment stays
-	rm -rf .venv .venv-agents build dist demo-output bench-output soak-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## Remove .venv and its like, caches and build output; the shared environment stays
+	rm -rf .venv .venv-agents .venv-deploy build dist demo-output bench-output soak-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

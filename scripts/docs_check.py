@@ -27,7 +27,7 @@ TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 
 def documents(root: Path) -> list[Path]:
     """The Markdown files that a reader of the repository comes across."""
-    return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
+    return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "deploy").glob("*.md")])
 
 
 def slug(heading: str) -> str:

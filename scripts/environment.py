@@ -14,6 +14,8 @@ Each layer has a record that is written last. A layer without one was interrupte
     scripts/environment.py --agents   that of the agent libraries: requirements/agents.txt, agents/ in
                                       that folder, and .venv-agents. SGLang pins an openai that they
                                       are too new for, so that one environment cannot hold both.
+    scripts/environment.py --deploy   that of the linters of deploy/: requirements/deploy.txt, deploy/ in
+                                      that folder, and .venv-deploy
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Kind(NamedTuple):
     downloads_gib: float
     """What pip holds beside the environment while it installs."""
     runs_engine: bool
-    """SGLang compiles as it starts: it needs a compiler, headers, and ninja on PATH."""
+    """SGLang compiles as it starts: it needs a compiler and headers."""
+    programs: tuple[str, ...] = ()
+    """Of the dependency environment, those that the clone's has too."""
 
 
 ENGINE = Kind(
@@ -79,6 +83,8 @@ ENGINE = Kind(
     environment_gib=6.5,
     downloads_gib=3.0,
     runs_engine=True,
+    # SGLang compiles with the one that it finds on PATH.
+    programs=("ninja",),
 )
 AGENTS = Kind(
     lock=ROOT / "requirements" / "agents.txt",
@@ -87,6 +93,15 @@ AGENTS = Kind(
     environment_gib=0.8,
     downloads_gib=0.3,
     runs_engine=False,
+)
+DEPLOY = Kind(
+    lock=ROOT / "requirements" / "deploy.txt",
+    venv=ROOT / ".venv-deploy",
+    subfolder="deploy",
+    environment_gib=0.3,
+    downloads_gib=0.1,
+    runs_engine=False,
+    programs=("check-jsonschema", "hadolint", "kubernetes-validate", "yamllint"),
 )
 
 
@@ -406,9 +421,8 @@ def build_clone(kind: Kind, dependencies: Path, record: Mapping[str, Any], lock:
         new_venv(venv, log, lock)
         path_file = site_packages(venv) / "toolgap-dependencies.pth"
         path_file.write_text(f"{site_packages(dependencies)}\n", encoding="utf-8")
-        if kind.runs_engine:
-            # SGLang compiles with the ninja that it finds on PATH.
-            (venv / "bin" / "ninja").symlink_to(dependencies / "bin" / "ninja")
+        for program in kind.programs:
+            (venv / "bin" / program).symlink_to(dependencies / "bin" / program)
         pip = [str(dependencies / "bin" / "python"), "-m", "pip", "--python", f"{venv}/bin/python"]
         options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
         run([*pip, "install", *options, "--editable", str(ROOT)], log, lock, {})
@@ -465,8 +479,11 @@ def kind_asked_for(arguments: Sequence[str]) -> Kind:
             return ENGINE
         case ["--agents"]:
             return AGENTS
+        case ["--deploy"]:
+            return DEPLOY
         case _:
-            raise ProblemError(f"unknown arguments: {' '.join(arguments)}\n  there is only --agents")
+            given = " ".join(arguments)
+            raise ProblemError(f"unknown arguments: {given}\n  there are only --agents and --deploy")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,10 +1,12 @@
-"""Renews and checks the locks: requirements/engine-cpu.txt, the pinned environment of the CPU engine, and
-requirements/agents.txt, that of the agent libraries.
+"""Renews and checks the locks: requirements/engine-cpu.txt, the pinned environment of the CPU engine,
+requirements/agents.txt, that of the agent libraries, and requirements/deploy.txt, that of what checks deploy/.
 
     .venv/bin/python scripts/lock.py renew           asks the package index and rewrites the engine's pins
     .venv/bin/python scripts/lock.py check           compares them with what is installed, offline
     .venv-agents/bin/python scripts/lock.py renew agents    the same for the agent libraries
     .venv-agents/bin/python scripts/lock.py check agents
+    .venv-deploy/bin/python scripts/lock.py renew deploy    and for the linters of deploy/
+    .venv-deploy/bin/python scripts/lock.py check deploy
 
 A full install of SGLang is some 11 GB, much of it CUDA kernels that a CPU launch never imports. The
 lock is that full resolution less the names in requirements/left-out.txt, so every version in it is
@@ -29,6 +31,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ROOT / "requirements" / "left-out.txt"
 AGENTS_IN = ROOT / "requirements" / "agents.in"
+DEPLOY_IN = ROOT / "requirements" / "deploy.in"
 
 # What the extras do not say: the project is built without isolation from this environment, in
 # editable form, by this pip.
@@ -55,6 +58,7 @@ AGENTS = Lock(
     ("openai-agents", "langchain", "litellm", "claude-code", "fastmcp", "opentelemetry"),
     added=AGENTS_IN,
 )
+DEPLOY = Lock(ROOT / "requirements" / "deploy.txt", (), added=DEPLOY_IN)
 
 
 def entries(text: str) -> Iterator[str]:
@@ -179,17 +183,17 @@ def renew(lock: Lock) -> None:
         print(f"{name}: left out, and no longer asked for; delete its line in its list")
 
 
-NAMES: tuple[list[str], ...] = ([], ["agents"])
-"""Of a lock on the command line."""
+LOCKS: dict[tuple[str, ...], Lock] = {(): ENGINE, ("agents",): AGENTS, ("deploy",): DEPLOY}
+"""By what names them on the command line."""
 
 
 def main(arguments: list[str]) -> int:
     match arguments:
-        case ["renew", *names] if names in NAMES:
-            renew(AGENTS if names else ENGINE)
+        case ["renew", *names] if tuple(names) in LOCKS:
+            renew(LOCKS[tuple(names)])
             return 0
-        case ["check", *names] if names in NAMES:
-            lock = AGENTS if names else ENGINE
+        case ["check", *names] if tuple(names) in LOCKS:
+            lock = LOCKS[tuple(names)]
             problems = check(lock)
             for problem in problems:
                 print(problem, file=sys.stderr)

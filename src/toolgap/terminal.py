@@ -49,6 +49,7 @@ FAILURES: dict[str, str] = {
     "bench run": "the run could not go on",
     "bench report": "the folder holds no run",
     "bench figures": "the folder holds no run",
+    "bench gateway": "a stream broke or was not equal to the direct one, or the run could not go on",
     "bench verify": "a run does not agree with its trials",
 }
 """What :attr:`Exit.FAILED` says, by command; no other command ends with it."""

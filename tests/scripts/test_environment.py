@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -63,19 +64,22 @@ def test_folder(variables: dict[str, str], expected: str) -> None:
 
 
 def test_kinds_share_nothing() -> None:
-    engine, agents = environment.ENGINE, environment.AGENTS
-    assert engine.lock != agents.lock
-    assert engine.venv != agents.venv
-    assert engine.subfolder != agents.subfolder
+    kinds = (environment.ENGINE, environment.AGENTS, environment.DEPLOY)
+    for one, other in combinations(kinds, 2):
+        assert one.lock != other.lock
+        assert one.venv != other.venv
+        assert one.subfolder != other.subfolder
 
 
 def test_a_kinds_folder_is_no_name_that_removal_knows(tmp_path: Path) -> None:
-    (tmp_path / environment.AGENTS.subfolder).mkdir()
+    for kind in (environment.AGENTS, environment.DEPLOY):
+        (tmp_path / kind.subfolder).mkdir()
     assert environment.removable(tmp_path, tmp_path / NEW, frozenset()) == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind"), [([], environment.ENGINE), (["--agents"], environment.AGENTS)]
+    ("arguments", "kind"),
+    [([], environment.ENGINE), (["--agents"], environment.AGENTS), (["--deploy"], environment.DEPLOY)],
 )
 def test_kind_is_made_only_when_asked_for(arguments: list[str], kind: environment.Kind) -> None:
     assert environment.kind_asked_for(arguments) is kind

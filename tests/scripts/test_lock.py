@@ -32,10 +32,10 @@ def test_header_ends_at_the_first_other_line() -> None:
 def test_wanted_is_dependencies_extras_and_build_tools() -> None:
     project = {
         "dependencies": ["a"],
-        "optional-dependencies": {"cpu": ["b"], "gateway": ["e"], "test": ["c"]},
+        "optional-dependencies": {"cpu": ["b"], "gateway": ["e"], "store": ["f"], "test": ["c"]},
     }
     pyproject = {"project": project, "build-system": {"requires": ["d"]}}
-    assert lock.wanted(pyproject, lock.ENGINE) == ["a", "b", "e", "c", "d", *lock.BUILD_TOOLS]
+    assert lock.wanted(pyproject, lock.ENGINE) == ["a", "b", "e", "f", "c", "d", *lock.BUILD_TOOLS]
 
 
 def test_wanted_has_what_a_file_adds(tmp_path: Path) -> None:
@@ -47,9 +47,10 @@ def test_wanted_has_what_a_file_adds(tmp_path: Path) -> None:
     assert wanted == ["a", "c", "e>=1", "d", *lock.BUILD_TOOLS]
 
 
-def test_agents_lock_has_a_pin_for_everything_asked_for() -> None:
-    pins = lock.parse_pins(lock.AGENTS.path.read_text(encoding="utf-8"))
-    asked = [("pyproject.toml", text) for text in lock.wanted(lock.read_pyproject(), lock.AGENTS)]
+@pytest.mark.parametrize("one", [lock.AGENTS, lock.DEPLOY])
+def test_another_lock_has_a_pin_for_everything_asked_for(one: lock.Lock) -> None:
+    pins = lock.parse_pins(one.path.read_text(encoding="utf-8"))
+    asked = [("pyproject.toml", text) for text in lock.wanted(lock.read_pyproject(), one)]
     assert lock.unmet(pins, (), asked) == []
 
 

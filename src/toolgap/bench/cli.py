@@ -95,8 +95,12 @@ class PageCacheState(StrEnum):
 
 
 @contextmanager
-def _sentences() -> Iterator[None]:
-    """Turn what a run cannot go on from into a sentence and an exit status."""
+def _sentences(stopped: str = "the same command goes on") -> Iterator[None]:
+    """Turn what a run cannot go on from into a sentence and an exit status.
+
+    Args:
+        stopped: What to do after a signal stopped it.
+    """
     import httpx
 
     from toolgap.bench.pagecache import PageCacheError
@@ -108,10 +112,7 @@ def _sentences() -> Iterator[None]:
         yield
     except Stopped as stop:
         with suppress(typer.Exit):
-            fail(
-                Exit.INTERRUPTED,
-                f"stopped by {stop}: what was measured is kept, and the same command goes on",
-            )
+            fail(Exit.INTERRUPTED, f"stopped by {stop}: what was measured is kept, and {stopped}")
         raise typer.Exit(128 + stop.number) from None
     except (BenchError, ServerError, EngineError, PageCacheError) as error:
         fail(Exit.FAILED, str(error))
@@ -392,10 +393,14 @@ def recipes(as_json: Json = False) -> None:
 @guarded
 def report(folder: Folder, as_json: Json = False) -> None:
     """Write a run's report and charts again, from its manifest and trials."""
+    from toolgap.bench import gateway_evidence
     from toolgap.bench import report as reports
 
     with _sentences():
-        written = [str(path) for path in reports.make(folder)]
+        if gateway_evidence.is_one(folder):
+            written = [str(gateway_evidence.make(folder))]
+        else:
+            written = [str(path) for path in reports.make(folder)]
     if as_json:
         print_json(written)
         return
@@ -434,3 +439,77 @@ def figures(folder: Folder, as_json: Json = True) -> None:
     with _sentences():
         found = reports.figures(folder)
     print_json(found)
+
+
+@app.command()
+@guarded
+def gateway(
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A server that runs already, without /v1, in place of the bench's own, which is no engine.",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=API_KEY_VARIABLE, help="Its API key.", show_default=False)
+    ] = None,
+    model: Annotated[str, typer.Option(help="Its model's name.")] = "default",
+    streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 200,
+    requests: Annotated[int, typer.Option(min=1, help="Answers that each stream asks for.")] = 2,
+    events: Annotated[int, typer.Option(min=4, help="Events of each answer.")] = 200,
+    events_per_s: Annotated[float, typer.Option(min=0.1, help="Of each stream, in the mean.")] = 25.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every arm is measured.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the streams and the order of the arms.")] = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Keep the trials there.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a gateway adds to the time of streams, and count those that are equal to the direct ones.
+
+    Every round plays the same streams directly, through a gateway that restores nothing, and through one as it is by
+    default, which reads every answer. Fails if an answer is not whole, or not equal.
+    """
+    from contextlib import closing
+    from tempfile import TemporaryDirectory
+
+    from toolgap.bench import gateway as bench
+    from toolgap.bench import gateway_evidence, gateway_figures
+    from toolgap.signals import StopSignals
+
+    plan = bench.Plan(
+        streams=streams,
+        requests=requests,
+        events=events,
+        events_per_s=events_per_s,
+        rounds=rounds,
+        seed=seed,
+        upstream="bench" if upstream is None else "real",
+    )
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    trials: list[bench.Trial] = []
+    with (
+        _sentences("nothing goes on from it"),
+        StopSignals(),
+        TemporaryDirectory(prefix="toolgap-bench-") as logs,
+    ):
+        recording = None if output is None else gateway_evidence.Recording(output, plan)
+        with closing(
+            bench.run(plan, logs=Path(logs), url=upstream, key=api_key, model=model, say=console.print)
+        ) as played:
+            for round_trials in played:
+                trials += round_trials
+                if recording is not None:
+                    recording.append(round_trials)
+    found = gateway_figures.figures(plan, trials)
+    if as_json:
+        print_json(found)
+    else:
+        say(gateway_figures.text(found))
+    asked = sum(trial.asked for trial in trials)
+    equal = sum(trial.equal for trial in trials)
+    if equal < asked:
+        fail(Exit.FAILED, f"{asked - equal} of {asked} streams broke or differ from the direct ones")

@@ -8,14 +8,15 @@ import asyncio
 import gc
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -24,7 +25,10 @@ from toolgap.bench import gateway_streams
 from toolgap.bench.errors import BenchError
 from toolgap.bench.gateway_streams import Reply, Stream
 from toolgap.childserver import ChildServer, free_port
+from toolgap.signals import Stopped, StopSignals
 
+PREFIX = "toolgap_gateway_"
+"""Of the gateway's metrics."""
 START_TIMEOUT_S = 60.0
 STEP_US = 10
 """How finely times are kept."""
@@ -42,8 +46,9 @@ class Arm(StrEnum):
 
     DIRECT = "direct"
     GATEWAY = "gateway"
-    WATCHED = "watched"
-    """A gateway with an observer that reads every answer."""
+    """One that restores nothing, and so looks at nothing."""
+    RESTORING = "restoring"
+    """As it is by default: every answer is read, its conversation found, and a restore asked for."""
 
 
 class Plan(msgspec.Struct, kw_only=True, frozen=True):
@@ -80,6 +85,8 @@ class Trial(msgspec.Struct, kw_only=True):
     equal: int
     """Of these, with the bytes that the direct answer to the same request has in this round."""
     events: int
+    unwatched: int
+    """Answers that the gateway's observer missed or failed at."""
     first_byte_us: Counts
     """From sending a request to the first byte of the answer's body, without the time that the upstream took
     for itself; of a real server with it."""
@@ -114,7 +121,7 @@ def run(
     key: str | None = None,
     model: str = "default",
     say: Callable[[str], None] = lambda _: None,
-) -> Iterator[list[Trial]]:
+) -> Generator[list[Trial], None, None]:
     """Play a plan, round by round; processes that were started are ended with the iterator.
 
     Args:
@@ -185,8 +192,6 @@ def _play(
     key: str | None,
     model: str,
 ) -> tuple[Trial, list[Stream]]:
-    import uvloop
-
     def body(stream: int, request: int) -> tuple[str, bytes]:
         name = f"{plan.seed}-{number}-{stream}-{request}"
         return name, _body(plan, name, model)
@@ -194,18 +199,18 @@ def _play(
     rng = random.Random(f"begin/{plan.seed}/{number}")  # noqa: S311 - to be repeatable
     length_s = plan.events / plan.events_per_s
     delays_s = [rng.uniform(0, min(length_s, 2.0)) for _ in range(plan.streams)]
+    missed = _unwatched(server)
     began_ts, began_s = time.time(), time.monotonic()
     before = _cpu(server.pid, upstream_pid)
     # The client's own collections of garbage are no part of what is measured.
     gc.collect()
     gc.disable()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            replies = runner.run(
-                gateway_streams.play(
-                    server.url, body, streams=plan.streams, requests=plan.requests, delays_s=delays_s, key=key
-                )
+        replies = _until_stopped(
+            gateway_streams.play(
+                server.url, body, streams=plan.streams, requests=plan.requests, delays_s=delays_s, key=key
             )
+        )
     except* OSError as errors:
         raise BenchError(f"{server.arm}: cannot be connected to: {errors.exceptions[0]}") from None
     finally:
@@ -214,7 +219,44 @@ def _play(
     used = {name: after[name] - before[name] for name in after}
     busy_s = used.pop("machine")
     times = _times(upstream) if plan.upstream == "bench" else {}
-    return _trial(plan, number, server.arm, replies, times, began_ts, wall_s, used, busy_s)
+    unwatched = _unwatched(server) - missed
+    return _trial(plan, number, server.arm, replies, times, began_ts, wall_s, used, busy_s, unwatched)
+
+
+def _until_stopped(playing: Coroutine[Any, Any, list[Reply]]) -> list[Reply]:
+    """Run it on a loop of its own.
+
+    Raises:
+        Stopped: a signal asks to stop. Raised by the signal's own handler it would end in one of the loop's callbacks.
+    """
+    import uvloop
+
+    stopped: list[int] = []
+
+    async def main() -> list[Reply]:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(playing)
+
+        def stop(number: int) -> None:
+            stopped.append(number)
+            task.cancel()
+
+        for number in before:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await task
+        finally:
+            for number in before:
+                loop.remove_signal_handler(number)
+
+    before = {number: signal.getsignal(number) for number in StopSignals.NUMBERS}
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main())
+    except asyncio.CancelledError:
+        raise Stopped(stopped[0]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _trial(
@@ -227,6 +269,7 @@ def _trial(
     wall_s: float,
     cpu_s: dict[str, float],
     busy_s: float,
+    unwatched: int,
 ) -> tuple[Trial, list[Stream]]:
     real = plan.upstream == "real"
     streams = [stream for reply in replies if (stream := gateway_streams.read(reply, real=real)) is not None]
@@ -248,6 +291,7 @@ def _trial(
         asked=len(replies),
         whole=len(streams),
         equal=0,
+        unwatched=unwatched,
         events=sum(len(stream.events_ns) for stream in streams),
         first_byte_us=counts(first_ns),
         event_us=counts(event_ns),
@@ -261,6 +305,15 @@ def _times(upstream: str) -> dict[str, list[int]]:
     """When the upstream got each request, then when it wrote each event."""
     reply = httpx.get(f"{upstream}/times", trust_env=False, timeout=30.0)
     return msgspec.json.decode(reply.content, type=dict[str, list[int]])
+
+
+def _unwatched(server: Server) -> int:
+    """What a gateway's observer has missed until now."""
+    if server.arm is not Arm.RESTORING:
+        return 0
+    lines = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30.0).text.splitlines()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
+    return int(sum(values[f"{PREFIX}{name}_total"] for name in ("unseen_exchanges", "observer_errors")))
 
 
 def _cpu(gateway: int | None, upstream: int | None) -> dict[str, float]:

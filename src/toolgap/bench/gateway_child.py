@@ -1,6 +1,6 @@
 """The other processes of ``toolgap bench gateway``: an upstream that streams like a model, and gateways.
 
-usage: python -m toolgap.bench.gateway_child {upstream PORT | gateway PORT URL | watched PORT URL}
+usage: python -m toolgap.bench.gateway_child {upstream PORT | gateway PORT URL | restoring PORT URL}
 
 The upstream is an HTTP server and no engine: its answers follow from the request alone, so that they are equal
 whichever way they come, and it remembers when it wrote each event.
@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from toolgap.gateway import service, watch
+from toolgap.gateway import service
 from toolgap.gateway.config import Config
-from toolgap.gateway.headers import Headers
-from toolgap.gateway.observing import Asked, Ending, Observation, Place
 
 WAIT_S = (0.05, 0.25)
 """Until the first event: uniform between these."""
@@ -26,6 +24,7 @@ JITTER = 0.5
 """Intervals between events are uniform, by so much of their mean around it."""
 TIMES = b"/times"
 """Answers with the times of all streams since it was last asked, and forgets them."""
+STREAMS = b"/v1/chat/completions"
 MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -114,18 +113,24 @@ class Streamer(asyncio.Protocol):
             told = msgspec.json.encode(self._times)
             self._times.clear()
             self._answer(told)
-        elif head.startswith(b"POST "):
+        elif path == STREAMS:
             self._begin(body)
+        elif head.startswith(b"POST "):
+            # No Toolgap is here to restore anything.
+            self._answer(b"{}", b"404 Not Found")
         else:
             self._answer(b"")
 
-    def _answer(self, body: bytes) -> None:
-        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+    def _answer(self, body: bytes, status: bytes = b"200 OK") -> None:
+        self._transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+            % (status, len(body), body)
+        )
 
     def _begin(self, body: bytes) -> None:
         now_ns = time.monotonic_ns()
         asked = msgspec.json.decode(body)
-        made = script(asked["user"], asked["max_tokens"], asked["events_per_s"])
+        made = script(asked["user"], asked["max_tokens"], asked.get("events_per_s", 25.0))
         times = self._times[asked["user"]] = [now_ns]
         self._next(iter(zip(made.events, made.delays_s, strict=True)), times, time.monotonic())
 
@@ -152,38 +157,6 @@ HEAD = (
 )
 
 
-class Watching:
-    """An observer that makes of every answer what it was, and nothing of that."""
-
-    def place(self, request: Asked) -> Place | None:
-        """None: there is one upstream."""
-        return None
-
-    def asked(self, request: Asked) -> Observation | None:
-        """Watch what can be watched."""
-        headers = {name.decode("latin-1"): text.decode("latin-1") for name, text in request.headers}
-        asked = watch.asked(request.path, headers, request.body or b"")
-        return None if asked is None else _Watched(asked)
-
-
-class _Watched:
-    def __init__(self, asked: watch.Asked) -> None:
-        self._asked = asked
-        self._watch: watch.Watch | None = None
-
-    def answering(self, upstream: str, status: int, headers: Headers) -> None:
-        named = {name.decode("latin-1").lower(): text.decode("latin-1") for name, text in headers}
-        self._watch = watch.Watch(self._asked, status, named)
-
-    def data(self, chunk: bytes) -> None:
-        assert self._watch is not None
-        self._watch.feed(chunk, time.monotonic())
-
-    def ended(self, ending: Ending) -> None:
-        if self._watch is not None and (seen := self._watch.ended(time.monotonic())) is None:
-            raise ValueError(f"an answer could not be read: {ending}, {seen}")
-
-
 async def _serve_upstream(port: int) -> None:
     times: dict[str, list[int]] = {}
     server = await asyncio.get_running_loop().create_server(
@@ -201,8 +174,7 @@ def main(arguments: list[str]) -> bool:
 
         uvloop.run(_serve_upstream(int(port)))
         return True
-    config = Config(upstreams=tuple(urls), port=int(port))
-    return service.run(config, Watching() if what == "watched" else None)
+    return service.run(Config(upstreams=tuple(urls), port=int(port), restore=what == "restoring"))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ class Added(msgspec.Struct, kw_only=True):
     whole_streams: int
     equal_streams: int
     """Byte for byte what the direct stream is."""
+    unwatched_streams: int
+    """That the observer missed or failed at."""
     events: int
     first_byte_ms: dict[str, Spread]
     """By quantile, ``p50`` and ``p99``, over requests: until the first byte of the answer's body."""
@@ -75,6 +77,7 @@ def figures(plan: Plan, trials: Sequence[Trial]) -> Figures:
                 requests=sum(trial.asked for trial in own_trials),
                 whole_streams=sum(trial.whole for trial in own_trials),
                 equal_streams=sum(trial.equal for trial in own_trials),
+                unwatched_streams=sum(trial.unwatched for trial in own_trials),
                 events=events,
                 first_byte_ms=_added(pairs, _first_byte),
                 event_ms=_added(pairs, _event),
@@ -141,4 +144,4 @@ def text(found: Figures) -> str:
     return tables.table(head, [*rows, direct])
 
 
-LABELS = {Arm.DIRECT: "direct", Arm.GATEWAY: "gateway", Arm.WATCHED: "gateway, every stream watched"}
+LABELS = {Arm.DIRECT: "direct", Arm.GATEWAY: "gateway, no restores", Arm.RESTORING: "gateway, by default"}

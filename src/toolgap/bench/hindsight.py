@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from toolgap.admission import Rates, Wanted, estimate
-from toolgap.bench import decisions, tables
+from toolgap.bench import decisions, gateway_evidence, tables
 from toolgap.bench.arms import Arm
 from toolgap.bench.evidence import MANIFEST, Evidence, read_manifest
 from toolgap.bench.records import Asked, Trial
@@ -89,6 +89,8 @@ def page(evidence: Path) -> str:
         f"known before each trial. {decisions.RULE}",
     ]
     for folder in sorted(manifest.parent for manifest in evidence.glob(f"*/{MANIFEST}")):
+        if gateway_evidence.is_one(folder):
+            continue
         manifest = read_manifest(folder)
         plan = manifest.plan
         if plan.recipe != "matrix" or not {Arm.RECOMPUTE, Arm.AHEAD} <= set(plan.arms):

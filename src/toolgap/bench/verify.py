@@ -4,13 +4,15 @@ import difflib
 from collections import Counter
 from pathlib import Path
 
-from toolgap.bench import charts, report
+from toolgap.bench import charts, gateway_evidence, report
 from toolgap.bench.errors import BenchError
 from toolgap.bench.evidence import REPORT, TRIALS, sha256
 
 
 def problems(folder: Path) -> list[str]:
     """What does not agree with the trials; empty if everything does."""
+    if gateway_evidence.is_one(folder):
+        return gateway_evidence.problems(folder)
     try:
         recipe, evidence = report.load(folder)
     except BenchError as error:

@@ -83,7 +83,7 @@ def gateway(
                 if value is not None:
                     typer.echo(f"{name} = {msgspec.json.encode(value).decode()}")
         return
-    needed = ("anyio", "prometheus_client", "starlette", "uvicorn")
+    needed = ("anyio", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         fail(Exit.USAGE, f"{' and '.join(missing)} missing: pip install 'toolgap[gateway]'")

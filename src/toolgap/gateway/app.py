@@ -100,7 +100,8 @@ def application(
             restoring,
             Sessions(config.max_conversations),
             recording=recording,
-            pin_replica=config.pin_replica,
+            replicas=config.replicas,
+            routed=bool(config.workers),
             clock=clock(),
         )
     observing = None
@@ -109,7 +110,7 @@ def application(
             observer,
             max_backlog_bytes=config.max_backlog_bytes,
             session_timeout_s=config.session_timeout_s,
-            asks_for_places=config.pin_replica,
+            asks_for_places=config.replicas > 1 or bool(config.workers),
             on_error=metrics.observer_errors.inc,
             on_unseen=metrics.unseen.inc,
         )

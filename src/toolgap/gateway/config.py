@@ -122,13 +122,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_conversations: Annotated[
         int, _count("Conversations that are remembered; the one that was quiet longest is forgotten.", low=1)
     ] = 4096
-    pin_replica: Annotated[
-        bool,
-        Meta(
-            description="With SGLang's data parallelism: send a conversation to the replica that has its KV "
-            "(X-Data-Parallel-Rank)."
+    replicas: Annotated[
+        int,
+        _count(
+            "With SGLang's data parallelism: how many replicas each server has. A conversation goes to one of them "
+            "always (X-Data-Parallel-Rank), and is restored there.",
+            low=1,
         ),
-    ] = False
+    ] = 1
     api_key: Annotated[
         str | None,
         Meta(

@@ -204,7 +204,7 @@ class Line(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._keep_alive = False
             self._fail(httpx.RemoteProtocolError(f"no HTTP: {type(error).__name__}"))
         if not self._has_head and self._head_bytes > MAX_HEAD_BYTES:
@@ -233,6 +233,11 @@ class Line(asyncio.Protocol):
 
     # The parser's callbacks.
 
+    def on_message_begin(self) -> None:
+        """A response begins, or a second one that nobody asked for."""
+        if self._whole:
+            self._keep_alive = False
+
     def on_header(self, name: bytes, text: bytes) -> None:
         """A header, or a trailer, which goes no further."""
         if not self._has_head:
@@ -240,6 +245,8 @@ class Line(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head has ended."""
+        if self._whole:
+            return
         assert self._parser is not None
         status = self._parser.get_status_code()
         if 100 <= status < 200:

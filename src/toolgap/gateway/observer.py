@@ -5,17 +5,25 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from toolgap.gateway import watch
+from toolgap.gateway.answers import Json
 from toolgap.gateway.headers import Headers
 from toolgap.gateway.observing import Asked, Ending, Observation, Place
 from toolgap.gateway.restoring import Restoring
 from toolgap.gateway.sessions import Conversation, Sessions, session_name
 from toolgap.gateway.turns import Owner
+from toolgap.gateway.upstreams import weight
 
 MAX_EARLY = 1024
 """Requests whose session was asked for, and that have not been shown yet."""
 
-REPLICA_HEADER = b"x-data-parallel-rank"
+REPLICA_HEADER = "x-data-parallel-rank"
 """Of SGLang: which of its data-parallel replicas is to take a request."""
+
+REPLICA_FIELDS = ("routed_dp_rank", "data_parallel_rank")
+"""The same in a body."""
+
+ROUTING_HEADER = "x-smg-routing-key"
+"""Of SGLang's router: requests of one key go to one worker, with a policy that looks at it."""
 
 
 class Recorder(Protocol):
@@ -32,7 +40,8 @@ class Watcher:
         restoring: Takes what was seen; without it nothing is restored.
         sessions: Tells conversations apart.
         recording: Gets every whole turn, if given.
-        pin_replica: Whether requests are to go to the data-parallel replica that has their KV.
+        replicas: How many data-parallel replicas a server has; a conversation goes to one of them.
+        routed: Whether the upstream is a router, which is told what belongs together.
         clock: That of ``restoring``: Unix time that never jumps, in seconds.
     """
 
@@ -42,11 +51,12 @@ class Watcher:
         sessions: Sessions,
         *,
         recording: Recorder | None = None,
-        pin_replica: bool = False,
+        replicas: int = 1,
+        routed: bool = False,
         clock: Callable[[], float],
     ) -> None:
         self._restoring, self._sessions, self._recording = restoring, sessions, recording
-        self._pin_replica = pin_replica
+        self._replicas, self._routed = replicas, routed
         self._clock = clock
         self._early: OrderedDict[int, _Early] = OrderedDict()
 
@@ -58,11 +68,15 @@ class Watcher:
             self._early.popitem(last=False)
         if known is None:
             return None
-        replica = None
-        if self._pin_replica and self._restoring is not None:
-            replica = self._restoring.replica(known.conversation.key)
-        headers = () if replica is None else ((REPLICA_HEADER, str(replica).encode()),)
-        return Place(known.conversation.affinity, headers)
+        headers = {}
+        if known.replica is not None:
+            headers[REPLICA_HEADER] = str(known.replica)
+        if self._routed:
+            headers[ROUTING_HEADER] = known.conversation.affinity
+        return Place(
+            known.conversation.affinity,
+            tuple((name.encode(), text.encode()) for name, text in headers.items()),
+        )
 
     def asked(self, request: Asked) -> Observation | None:
         """A request is under way; its conversation's gap, if there was one, is over."""
@@ -80,7 +94,9 @@ class Watcher:
         if seen.answer_id is not None and known.asked.path == "/v1/responses":
             self._sessions.answered(conversation.key, seen.answer_id)
         if self._restoring is not None:
-            owner = Owner(conversation.affinity, known.headers.get("authorization"), known.session)
+            owner = Owner(
+                conversation.affinity, known.headers.get("authorization"), known.session, known.replica
+            )
             self._restoring.answered(conversation.key, owner, upstream, seen)
         if self._recording is not None:
             self._recording.turn(conversation.key, known.asked, seen, known.asked_s)
@@ -103,7 +119,10 @@ class Watcher:
                 self._restoring.forgotten(forgotten)
         name = session_name(headers, asked.request)
         session = name[1].decode(errors="replace") if len(name) > 1 else None
-        return _Request(asked, conversation, headers, session, self.now_s)
+        replica = named_replica(headers, asked.request)
+        if replica is None and self._replicas > 1:
+            replica = replica_of(conversation.affinity, self._replicas)
+        return _Request(asked, conversation, headers, session, replica, self.now_s)
 
 
 class _Early(NamedTuple):
@@ -119,10 +138,11 @@ class _Request:
         conversation: Conversation,
         headers: Mapping[str, str],
         session: str | None,
+        replica: int | None,
         asked_s: float,
     ) -> None:
         self.asked, self.conversation, self.headers = asked, conversation, headers
-        self.session, self.asked_s = session, asked_s
+        self.session, self.replica, self.asked_s = session, replica, asked_s
 
 
 class _Exchange:
@@ -146,6 +166,20 @@ class _Exchange:
         seen = None if self._watch is None else self._watch.ended(self._watcher.now_s)
         if seen is not None and ending in (Ending.COMPLETE, Ending.CLIENT_LEFT):
             self._watcher.answered(self._known, self._upstream, seen)
+
+
+def replica_of(affinity: str, replicas: int) -> int:
+    """The replica that a conversation goes to: the same in every gateway."""
+    return max(range(replicas), key=lambda replica: weight(affinity, f"replica {replica}"))
+
+
+def named_replica(headers: Mapping[str, str], request: Json) -> int | None:
+    """The replica that the client itself names; SGLang goes by the header first."""
+    told = headers.get(REPLICA_HEADER, "")
+    if told.isascii() and told.isdigit():
+        return int(told)
+    named = (request.get(field) for field in REPLICA_FIELDS)
+    return next((replica for replica in named if type(replica) is int and replica >= 0), None)
 
 
 def plain(headers: Headers) -> dict[str, str]:

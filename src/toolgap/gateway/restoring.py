@@ -93,7 +93,6 @@ class Restoring:
         self._cancels: set[asyncio.Task[None]] = set()
         self._submitting: dict[str, asyncio.Task[None]] = {}
         self._accepted: OrderedDict[str, list[Accepted]] = OrderedDict()
-        self._replicas: dict[str, int] = {}
         self._placed: dict[str, Sequence[str]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
@@ -115,10 +114,6 @@ class Restoring:
     def forgotten(self, conversation: str) -> None:
         """A conversation is not known any more."""
         self._soon(lambda now_s: self._forget(conversation, now_s))
-
-    def replica(self, conversation: str) -> int | None:
-        """The data-parallel replica that has the conversation's KV, if a worker has told."""
-        return self._replicas.get(conversation)
 
     # ---- what others say ----
 
@@ -251,7 +246,6 @@ class Restoring:
 
     def _forget(self, conversation: str, now_s: float) -> None:
         self._close(conversation, now_s)
-        self._replicas.pop(conversation, None)
         self._accepted.pop(conversation, None)
 
     def _note_place(self, affinity: str) -> None:
@@ -324,6 +318,8 @@ class Restoring:
         fields: SubmitFields = {"operation_id": step.operation_id}
         if step.lease_s is not None:
             fields["lease_s"] = step.lease_s
+        if step.owner.replica is not None:
+            fields["routed_dp_rank"] = step.owner.replica
         while True:
             if step.expected_gap_s is not None:
                 fields["expected_gap_s"] = max(step.expected_gap_s - (self._clock() - started_s), 0.001)
@@ -349,8 +345,6 @@ class Restoring:
         self._accepted.move_to_end(step.conversation)
         while len(self._accepted) > MAX_ACCEPTED:
             self._accepted.popitem(last=False)
-        if status.dp_rank is not None:
-            self._replicas[step.conversation] = status.dp_rank
         self._tell(
             Submitted(
                 conversation=step.conversation, at_s=self._clock(), upstream=accepted.url, status=status

@@ -1,5 +1,6 @@
 """The gateway as a process: its server, its log, and how it stops."""
 
+import gc
 import logging
 import sys
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ def server(
             access_log=False,
             log_config=None,
             ws="none",
+            http="httptools",
+            loop="uvloop",
             timeout_graceful_shutdown=config.drain_s,
         )
     )
@@ -67,8 +70,12 @@ def run(config: Config, observer: Observer | None = None) -> bool:
         recording = None
         if config.record is not None:
             recording = stack.enter_context(Recording(Path(config.record), content=config.record_content))
+        made = server(config, observer, recording)
+        # What is there now stays: looking through all of it again and again would stop every stream for milliseconds.
+        gc.collect()
+        gc.freeze()
         try:
-            server(config, observer, recording).run()
+            made.run()
         except SystemExit:
             return False
     return True

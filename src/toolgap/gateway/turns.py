@@ -24,6 +24,8 @@ class Owner:
     """The ``Authorization`` header of the conversation's last request; goes into no log."""
     session: str | None = None
     """The client's own name of its session, if it has one."""
+    replica: int | None = None
+    """The data-parallel replica that its requests go to, if they go to one."""
 
 
 class Submit(NamedTuple):
