@@ -131,7 +131,7 @@ class OpenAIAgent:
             "model": "default",
             "messages": self.messages,
             "tools": TOOLS,
-            # A function's name allows one call.
+            "parallel_tool_calls": False,
             "tool_choice": {"type": "function", "function": {"name": NAME}} if choice == "call" else choice,
             "temperature": 0,
             "max_tokens": max_tokens,
@@ -199,7 +199,9 @@ class AnthropicAgent:
             "system": self.system,
             "messages": self.messages,
             "tools": ANTHROPIC_TOOLS,
-            "tool_choice": {"type": "tool", "name": NAME} if choice == "call" else {"type": choice},
+            "tool_choice": {"type": "tool", "name": NAME, "disable_parallel_tool_use": True}
+            if choice == "call"
+            else {"type": choice},
             "max_tokens": max_tokens,
             # This client has no argument for it.
             "extra_body": {"temperature": 0},

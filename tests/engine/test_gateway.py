@@ -79,6 +79,7 @@ def test_a_continuation_is_answered_from_what_was_restored_while_its_tool_ran(
     [(_, outcome)] = restored(workers, before)
     assert outcome.state in (State.RESTORED, State.PARTIAL)
     shared_gateway.until_metric("used_tokens_total", used_before + certain(outcome))
+    until("the page says the same", lambda: page_agrees(shared_gateway))
 
     # The same conversation, asked of a worker that has nothing of it.
     messages = agent.messages[:-1]
@@ -88,6 +89,20 @@ def test_a_continuation_is_answered_from_what_was_restored_while_its_tool_ran(
     direct.messages = messages
     direct.ask("auto")
     assert direct.text == agent.text
+
+
+def page_agrees(shared_gateway: Gateway) -> bool:
+    """Whether the live page's sums are those of the metrics, and of what was used some time was saved."""
+    sums = shared_gateway.http.get("/toolgap/state").json()["figures"]
+    metrics = {
+        "gaps": "turns_total",
+        "restores": "restores_submitted_total",
+        "refused": "restores_refused_total",
+        "landed_tokens": "restored_tokens_total",
+        "used_tokens": "used_tokens_total",
+    }
+    same = all(sums[name] == shared_gateway.metric(metric) for name, metric in metrics.items())
+    return same and sums["saved_s"] > 0 and not sums["unestimated"]
 
 
 def certain(outcome: OperationStatus) -> int:

@@ -50,14 +50,15 @@ class Recording:
         # A gateway's names of conversations begin anew with it, and the file may have others' already.
         self._run = secrets.token_hex(4)
         self.turns = self.lost = 0
+        self._file = -1
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
-        except OSError as error:
-            raise RecordingError(f"{path} cannot be recorded into: {error.strerror}") from error
-        try:
             self._claim()
+        except OSError as error:
+            self.close()
+            raise RecordingError(f"{path} cannot be recorded into: {error.strerror}") from error
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     def turn(self, session: str, asked: Asked, seen: Seen, asked_s: float) -> None:

@@ -6,8 +6,8 @@
 const POLL_MS = 1000;
 const LATEST_MS = 15000;
 const RANGES_S = [60, 300, 1800, 7200];
-const STEPS_S = [5, 10, 30, 60, 300, 600, 1800, 3600];
-const MOST_TICKS = 8;
+const STEPS_S = [5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600];
+const TICK_PX = 100;
 const FATES = ["used", "joined", "wasted", "undecided"];
 
 const byId = (id) => document.getElementById(id);
@@ -112,7 +112,8 @@ const isOpen = (conversation) => conversation.gaps.length > 0 && conversation.ga
 const now = () => clock.server + (performance.now() - clock.local) / 1000;
 
 function ticks(from, to) {
-  const step = STEPS_S.find((each) => (to - from) / each <= MOST_TICKS) ?? STEPS_S.at(-1);
+  const most = Math.max(2, byId("axis").clientWidth / TICK_PX);
+  const step = STEPS_S.find((each) => (to - from) / each <= most) ?? STEPS_S.at(-1);
   const marks = [];
   for (let at = Math.ceil(from / step) * step; at < to; at += step) marks.push(at);
   return { marks, step };
