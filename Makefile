@@ -4,7 +4,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-hooks test-engine soak lint lint-deploy format typecheck docs docs-check clean
+.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-hooks test-engine test-gateway soak lint lint-deploy format typecheck docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,9 @@ test-hooks: ## Run the tests of the hooks, in the agent libraries' environment
 
 test-engine: ## Run the tests that drive real SGLang servers on the CPU
 	@scripts/test -m engine
+
+test-gateway: ## Run the tests of the gateway, also those with real servers
+	@scripts/test tests/gateway $(wildcard tests/engine/test_gateway*.py)
 
 soak: env ## Random work and every fault at once on a real server, SOAK_S seconds (120); report in soak-output/
 	@cd tests/engine && PATH="$(CURDIR)/.venv/bin:$$PATH" ../../.venv/bin/python soak.py --output ../../soak-output

@@ -193,6 +193,11 @@ def test_of_a_message_the_part_of_the_prompt_that_was_cached_counts() -> None:
     usage = {"input_tokens": 7, "cache_read_input_tokens": 100, "cache_creation_input_tokens": None}
     start = {"type": "message_start", "message": {"id": "msg_1", "content": [], "usage": usage}}
     assert seen(MESSAGES, [start, *MESSAGES_STREAM[1:]]).usage == (107, 3)
+    nothing = {
+        "type": "message_start",
+        "message": {"id": "msg_1", "content": [], "usage": {"input_tokens": 0}},
+    }
+    assert seen(MESSAGES, [nothing, *MESSAGES_STREAM[1:]]).usage == (None, 3)
 
 
 def test_a_response_tells_its_calls_and_is_named_by_its_id() -> None:

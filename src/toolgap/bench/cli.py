@@ -480,6 +480,8 @@ def gateway(
     from toolgap.bench import gateway_evidence, gateway_figures
     from toolgap.signals import StopSignals
 
+    if upstream is not None and not upstream.startswith("http://"):
+        raise typer.BadParameter(f"{upstream!r} is no URL like http://127.0.0.1:30000; https is not measured")
     plan = bench.Plan(
         streams=streams,
         requests=requests,

@@ -143,9 +143,10 @@ class MessagesReader(Reader):
     def _count(self, value: Any) -> None:
         new = usage_of(value, "input_tokens", "output_tokens")
         if new.prompt_tokens is not None:
-            # The API counts what came from a cache beside the rest.
+            # The API counts what came from a cache beside the rest. No prompt is empty: SGLang streams a 0
+            # where it does not know yet.
             cached = (usage_of(value, name, "").prompt_tokens or 0 for name in CACHED)
-            new = new._replace(prompt_tokens=new.prompt_tokens + sum(cached))
+            new = new._replace(prompt_tokens=new.prompt_tokens + sum(cached) or None)
         self._usage = Usage(*(b if b is not None else a for a, b in zip(self._usage, new, strict=True)))
 
 

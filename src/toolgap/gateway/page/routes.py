@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from toolgap.gateway.page.timeline import Timeline
 
 PATH = "/toolgap"
+STATE_PATH = "/toolgap/state"
 
 STATIC = {
     "page.css": "text/css; charset=utf-8",
@@ -32,7 +33,7 @@ HEADERS = {
 
 
 def routes(timeline: Timeline) -> list[BaseRoute]:
-    """What shows a timeline: ``/toolgap``, its files below it, and ``/toolgap/state``."""
+    """What shows a timeline: the page, its files below it, and its state."""
 
     # Not a coroutine function: starlette then runs it in a thread, beside the streams.
     def state(request: Request) -> Response:
@@ -42,7 +43,7 @@ def routes(timeline: Timeline) -> list[BaseRoute]:
 
     return [
         _file(PATH, "page.html", "text/html; charset=utf-8"),
-        Route(f"{PATH}/state", state),
+        Route(STATE_PATH, state),
         *(_file(f"{PATH}/{name}", name, media_type) for name, media_type in STATIC.items()),
     ]
 
