@@ -53,6 +53,15 @@ def test_two_that_begin_alike_part_as_soon_as_they_differ() -> None:
     assert mine.key != yours.key
 
 
+def test_who_is_asked_the_same_in_another_frame_is_another() -> None:
+    sessions = Sessions()
+    frames = [{"role": "system", "content": text} for text in ("one", "two", "three")]
+    keys = [ask(sessions, frame, user("q")).key for frame in frames]
+    assert len(set(keys)) == len(frames)
+    for frame, key in zip(frames, keys, strict=True):
+        assert ask(sessions, frame, user("q"), said("a"), user("r")).key == key
+
+
 def test_the_last_message_may_be_another_and_the_conversation_stays_itself() -> None:
     sessions = Sessions()
     first = ask(sessions, user("a"), said("x"), user("b"))

@@ -84,7 +84,7 @@ class Sessions:
         self._max = max_conversations
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._ends: dict[bytes, str] = {}
-        """The conversation whose messages end, or nearly end, with this state."""
+        """The conversation whose messages end, or nearly end, with this state, of any frame or of its own."""
         self._frames: dict[bytes, str] = {}
         """Within a named session: the conversation that was last asked with this frame."""
         self._responses: OrderedDict[bytes, str] = OrderedDict()
@@ -147,21 +147,24 @@ class Sessions:
             if answered is not None and answered.scope == scope:
                 return answered
         for length in range(len(chain), 0, -1):
-            known = self._known.get(self._ends.get(chain[length - 1], ""))
-            if known is None:
-                continue
-            goes_on = length == len(known.chain) and length < len(chain)
-            # A whole chain of one message is no more than a beginning that others may have as well.
-            again = known.frame == frame and (length >= 2 or is_named)
-            if goes_on or again:
-                return known
+            # Others may have been asked the same in another frame; one that changes its frame is found after them.
+            for state in (_digest(frame, chain[length - 1]), chain[length - 1]):
+                known = self._known.get(self._ends.get(state, ""))
+                if known is None:
+                    continue
+                goes_on = length == len(known.chain) and length < len(chain)
+                # A whole chain of one message is no more than a beginning that others may have as well.
+                again = known.frame == frame and (length >= 2 or is_named)
+                if goes_on or again:
+                    return known
         # What a session asks in the same frame but from other messages was compacted.
         return self._known.get(self._frames.get(frame, "")) if is_named else None
 
     def _renew(self, known: _Known, frame: bytes, chain: tuple[bytes, ...], *, is_named: bool) -> None:
         self._unindex(known)
         known.frame, known.chain = frame, chain
-        known.indexed = chain[-1 - MOVED_BACK :]
+        last = chain[-1 - MOVED_BACK :]
+        known.indexed = (*last, *(_digest(frame, state) for state in last))
         for state in known.indexed:
             self._ends[state] = known.key
         if is_named:
@@ -181,7 +184,7 @@ class Sessions:
         assert len(self._responses) <= self._max
         assert set(self._ends.values()) <= set(self._known)
         assert set(self._frames.values()) <= set(self._known)
-        assert len(self._ends) <= (1 + MOVED_BACK) * len(self._known)
+        assert len(self._ends) <= 2 * (1 + MOVED_BACK) * len(self._known)
         assert len(self._frames) <= len(self._known)
 
 
