@@ -13,6 +13,7 @@ pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
 REPLICAS = 2
+FEW_TOKENS = 8
 ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
 """The tiny model computes faster than a busy machine reads."""
 PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
@@ -63,7 +64,7 @@ def test_each_conversation_goes_on_at_the_replica_that_has_restored_it(
     assert {outcome.dp_rank for outcome in outcomes} == set(range(REPLICAS)), "all went to one replica"
     reads = [replicated.probe.reads_of(replica) for replica in range(REPLICAS)]
     for agent in agents:
-        agent.ask("auto")
+        agent.ask("auto", FEW_TOKENS)
     assert [replicated.probe.reads_of(replica) for replica in range(REPLICAS)] == reads
     assert not reads[0].keys() & reads[1].keys(), "a prefix was read by the replica that it is not for"
     # Of a prefix that messages name, only what the next request must begin with is known.
@@ -75,5 +76,5 @@ def test_each_conversation_goes_on_at_the_replica_that_has_restored_it(
     for agent, name in zip(agents, names, strict=True):
         direct = make(replicated.url, name)
         direct.messages = agent.messages[:-1]
-        direct.ask("auto")
+        direct.ask("auto", FEW_TOKENS)
         assert direct.text == agent.text

@@ -44,6 +44,7 @@ Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
 """What ``sglang_router.launch_router`` does, but for its import of the whole of SGLang."""
 CHECKS_ASK_NOTHING = ("--check-path", "/model_info")
 """For SGLang's own ``/health`` a worker generates a token."""
+FEW_TOKENS = 8
 CHAT = "/v1/chat/completions"
 REFUSED = 'POST /hicache/prefetch HTTP/1.1" 503'
 """In a worker's log."""
@@ -130,7 +131,7 @@ def recomputed(worker: Server, agent: OpenAIAgent, name: str) -> str:
     worker.flush()
     direct = OpenAIAgent(worker.url, name)
     direct.messages = agent.messages[:-1]
-    direct.ask("auto")
+    direct.ask("auto", FEW_TOKENS)
     return direct.text
 
 
@@ -162,7 +163,7 @@ def restore_and_continue(
     outcomes = until("all are restored", all_landed)
     reads_before = [sum(worker.probe.reads.values()) for worker in workers]
     for agent in agents:
-        agent.ask("auto")
+        agent.ask("auto", FEW_TOKENS)
     assert [sum(worker.probe.reads.values()) for worker in workers] == reads_before, (
         "a continuation read from storage itself: it came to a worker that had not restored it"
     )
@@ -185,7 +186,7 @@ def test_before_a_router_a_turn_is_restored_at_the_worker_that_served_it(
         restore_and_continue(fresh, [running], agents)
         # The router has no such route.
         with pytest.raises(Exception, match="404"):
-            AnthropicAgent(running.url, policy).ask("auto")
+            AnthropicAgent(running.url, policy).ask("auto", FEW_TOKENS)
     for agent, name in zip(agents, names, strict=True):
         assert recomputed(fresh[0], agent, name) == agent.text
 
@@ -295,7 +296,7 @@ def test_a_flush_within_a_restore(fresh: tuple[Server, Server], running: Gateway
         held.close()
         assert reply.result().status_code == 200
     running.until_metric("restores_total", 1, state=State.CANCELLED.value, reason=Reason.FLUSHED.value)
-    agent.ask("auto")
+    agent.ask("auto", FEW_TOKENS)
     assert recomputed(fresh[0], agent, "flushed") == agent.text
 
 
@@ -317,7 +318,7 @@ def test_a_pause_of_the_engine_within_a_gap(fresh: tuple[Server, Server], runnin
             assert worker.http.post("/continue_generation", json={}).status_code == 200
     until("it is restored", lambda: [status for worker in fresh for status in landed(worker, before)])
     reads = [sum(worker.probe.reads.values()) for worker in fresh]
-    agent.ask("auto")
+    agent.ask("auto", FEW_TOKENS)
     assert [sum(worker.probe.reads.values()) for worker in fresh] == reads
     assert recomputed(fresh[0], agent, "paused") == agent.text
 
@@ -341,7 +342,7 @@ def test_a_gateway_that_is_killed_within_a_stream_leaves_nothing_behind(
         # Whoever starts it again gets a gateway that knows nothing, and needs to know nothing.
         killed.child.start()
         killed.child.wait_until_healthy(START_DEADLINE_S)
-        agent.ask("auto")
+        agent.ask("auto", FEW_TOKENS)
     worker.check_back_at(before)
     assert recomputed(worker, agent, "outlives") == agent.text
 
@@ -357,6 +358,6 @@ def test_a_worker_that_is_killed_within_a_stream(fresh: tuple[Server, Server], r
     before = other.baseline()
     agent = OpenAIAgent(running.url, "goes on")
     pause([agent])
-    agent.ask("auto")
+    agent.ask("auto", FEW_TOKENS)
     other.check_back_at(before)
     assert recomputed(other, agent, "goes on") == agent.text
