@@ -129,7 +129,8 @@ def certain(outcome: OperationStatus) -> int:
 def recomputed(worker: Server, agent: OpenAIAgent, name: str) -> str:
     """What a worker that has nothing of the conversation says in place of its last answer."""
     worker.flush()
-    direct = OpenAIAgent(worker.url, name)
+    # In a stream the parser of tool calls may leave other text.
+    direct = OpenAIAgent(worker.url, name, streamed=agent.streamed)
     direct.messages = agent.messages[:-1]
     direct.ask("auto", FEW_TOKENS)
     return direct.text
@@ -333,7 +334,7 @@ def test_a_gateway_that_is_killed_within_a_stream_leaves_nothing_behind(
         agent.client.base_url = f"{killed.url}/v1/"
         pause([agent])
         with under_way(killed.url, "is cut off") as lines:
-            assert not is_idle(worker)
+            serving([worker])
             assert killed.child.pid is not None
             os.killpg(killed.child.pid, signal.SIGKILL)
             read_to_the_break(lines)
