@@ -126,14 +126,14 @@ def certain(outcome: OperationStatus) -> int:
     return pages * PAGE
 
 
-def recomputed(worker: Server, agent: OpenAIAgent, name: str) -> str:
-    """What a worker that has nothing of the conversation says in place of its last answer."""
+def check_output(worker: Server, agent: OpenAIAgent, name: str) -> None:
+    """A worker that has nothing of the conversation must say the same in place of its last answer."""
     worker.flush()
     # In a stream the parser of tool calls may leave other text.
     direct = OpenAIAgent(worker.url, name, streamed=agent.streamed)
     direct.messages = agent.messages[:-1]
     direct.ask("auto", FEW_TOKENS)
-    return direct.text
+    assert direct.text == agent.text, (direct.text, agent.text)
 
 
 def pause(agents: Sequence[OpenAIAgent]) -> list[str]:
@@ -189,7 +189,7 @@ def test_before_a_router_a_turn_is_restored_at_the_worker_that_served_it(
         with pytest.raises(Exception, match="404"):
             AnthropicAgent(running.url, policy).ask("auto", FEW_TOKENS)
     for agent, name in zip(agents, names, strict=True):
-        assert recomputed(fresh[0], agent, name) == agent.text
+        check_output(fresh[0], agent, name)
 
 
 def test_behind_a_router_each_gateway_restores_at_its_worker(
@@ -206,7 +206,7 @@ def test_behind_a_router_each_gateway_restores_at_its_worker(
         restore_and_continue(fresh, gateways, agents)
         assert httpx.post(f"{url}/toolgap/hints", json={}, trust_env=False).status_code == 404
     for agent, name in zip(agents, names, strict=True):
-        assert recomputed(fresh[0], agent, name) == agent.text
+        check_output(fresh[0], agent, name)
 
 
 # ---- faults ----
@@ -298,7 +298,7 @@ def test_a_flush_within_a_restore(fresh: tuple[Server, Server], running: Gateway
         assert reply.result().status_code == 200
     running.until_metric("restores_total", 1, state=State.CANCELLED.value, reason=Reason.FLUSHED.value)
     agent.ask("auto", FEW_TOKENS)
-    assert recomputed(fresh[0], agent, "flushed") == agent.text
+    check_output(fresh[0], agent, "flushed")
 
 
 def test_a_pause_of_the_engine_within_a_gap(fresh: tuple[Server, Server], running: Gateway) -> None:
@@ -321,7 +321,7 @@ def test_a_pause_of_the_engine_within_a_gap(fresh: tuple[Server, Server], runnin
     reads = [sum(worker.probe.reads.values()) for worker in fresh]
     agent.ask("auto", FEW_TOKENS)
     assert [sum(worker.probe.reads.values()) for worker in fresh] == reads
-    assert recomputed(fresh[0], agent, "paused") == agent.text
+    check_output(fresh[0], agent, "paused")
 
 
 def test_a_gateway_that_is_killed_within_a_stream_leaves_nothing_behind(
@@ -345,7 +345,7 @@ def test_a_gateway_that_is_killed_within_a_stream_leaves_nothing_behind(
         killed.child.wait_until_healthy(START_DEADLINE_S)
         agent.ask("auto", FEW_TOKENS)
     worker.check_back_at(before)
-    assert recomputed(worker, agent, "outlives") == agent.text
+    check_output(worker, agent, "outlives")
 
 
 def test_a_worker_that_is_killed_within_a_stream(fresh: tuple[Server, Server], running: Gateway) -> None:
@@ -361,4 +361,4 @@ def test_a_worker_that_is_killed_within_a_stream(fresh: tuple[Server, Server], r
     pause([agent])
     agent.ask("auto", FEW_TOKENS)
     other.check_back_at(before)
-    assert recomputed(other, agent, "goes on") == agent.text
+    check_output(other, agent, "goes on")
