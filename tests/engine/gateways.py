@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from toolgap.childserver import ChildServer, free_port
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 240.0
 
 NAME = "count_lines"
 PARAMETERS: dict[str, Any] = {

@@ -13,6 +13,10 @@ pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
 REPLICAS = 2
+ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
+"""The tiny model computes faster than a busy machine reads."""
+PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
+"""So that a busy machine sends no request elsewhere, and gives no restore up."""
 
 Make = Callable[..., Agent]
 
@@ -21,14 +25,14 @@ Make = Callable[..., Agent]
 def replicated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = [*WORKER_ARGUMENTS, "--chat-template", str(TEMPLATE), "--dp-size", str(REPLICAS)]
     folder = tmp_path_factory.mktemp("dp")
-    with Server(model, folder, arguments=arguments, environment=PATIENT, ranks=REPLICAS) as server:
+    with Server(model, folder, arguments=arguments, environment=ENVIRONMENT, ranks=REPLICAS) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def running(replicated: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    with gateway(folder, [replicated.url], "--replicas", str(REPLICAS), "--session-timeout-s", "60") as one:
+    with gateway(folder, [replicated.url], "--replicas", str(REPLICAS), *PATIENT_GATEWAY) as one:
         yield one
 
 

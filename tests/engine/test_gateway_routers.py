@@ -29,8 +29,21 @@ from toolgap.protocol import OperationStatus, Reason, State
 pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
-PATIENT_GATEWAY = ("--session-timeout-s", "60")
-"""So that a busy machine sends no request elsewhere."""
+ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
+"""The tiny model computes faster than a busy machine reads."""
+PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
+"""So that a busy machine sends no request elsewhere, and gives no restore up."""
+LAUNCH_ROUTER = """
+from argparse import ArgumentParser
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+parser = ArgumentParser()
+RouterArgs.add_cli_args(parser)
+Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
+"""
+"""What ``sglang_router.launch_router`` does, but for its import of the whole of SGLang."""
+CHECKS_ASK_NOTHING = ("--check-path", "/model_info")
+"""For SGLang's own ``/health`` a worker generates a token."""
 CHAT = "/v1/chat/completions"
 REFUSED = 'POST /hicache/prefetch HTTP/1.1" 503'
 """In a worker's log."""
@@ -48,7 +61,7 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
                     model,
                     folder / name,
                     arguments=arguments,
-                    environment=PATIENT,
+                    environment=ENVIRONMENT,
                     shared_storage=folder / "l3",
                 )
             )
@@ -71,7 +84,7 @@ def router(folder: Path, urls: Sequence[str], policy: str) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
-        *(sys.executable, "-m", "sglang_router.launch_router", "--policy", policy),
+        *(sys.executable, "-c", LAUNCH_ROUTER, "--policy", policy),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         *("--worker-startup-check-interval", "1", "--worker-urls", *urls),
@@ -183,7 +196,7 @@ def test_behind_a_router_each_gateway_restores_at_its_worker(
     names = [f"behind {number}" for number in range(3)]
     with ExitStack() as stack:
         gateways = [
-            stack.enter_context(gateway(tmp_path / str(number), [worker.url]))
+            stack.enter_context(gateway(tmp_path / str(number), [worker.url], *PATIENT_GATEWAY))
             for number, worker in enumerate(fresh)
         ]
         url = stack.enter_context(router(tmp_path, [running.url for running in gateways], "cache_aware"))
@@ -237,7 +250,7 @@ def read_to_the_break(lines: Iterator[str]) -> None:
 @pytest.fixture(scope="module")
 def running(workers: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     urls = [worker.url for worker in workers]
-    with gateway(tmp_path_factory.mktemp("gateway"), urls, *PATIENT_GATEWAY) as one:
+    with gateway(tmp_path_factory.mktemp("gateway"), urls, *PATIENT_GATEWAY, *CHECKS_ASK_NOTHING) as one:
         yield one
 
 
@@ -315,7 +328,7 @@ def test_a_gateway_that_is_killed_within_a_stream_leaves_nothing_behind(
     worker, _ = fresh
     before = worker.baseline()
     agent = OpenAIAgent("http://to.be.told", "outlives", streamed=True)
-    with gateway(tmp_path, [worker.url]) as killed:
+    with gateway(tmp_path, [worker.url], *PATIENT_GATEWAY, *CHECKS_ASK_NOTHING) as killed:
         agent.client.base_url = f"{killed.url}/v1/"
         pause([agent])
         with under_way(killed.url, "is cut off") as lines:
