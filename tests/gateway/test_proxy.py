@@ -350,7 +350,7 @@ def test_a_second_request_of_the_connection_passes_too(pair: Pair) -> None:
 
 
 def test_many_streams_at_once() -> None:
-    streams, events = 200, 20
+    streams, events = 50, 20
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":

@@ -89,7 +89,7 @@ def application(
         on_change=lambda upstream: changed(upstream),
     )
     restoring: Restoring | None = None
-    timeline = Timeline() if config.page and config.restore else None
+    timeline = Timeline(clock()) if config.page and config.restore else None
     if observer is None and config.restore:
         listeners: list[Listener] = [metrics.listen, log_event]
         if timeline is not None:
