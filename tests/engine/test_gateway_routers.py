@@ -304,8 +304,10 @@ def test_a_flush_within_a_restore(fresh: tuple[Server, Server], running: Gateway
 def test_a_pause_of_the_engine_within_a_gap(fresh: tuple[Server, Server], running: Gateway) -> None:
     """What a paused engine refuses is asked again, and lands once it goes on."""
     agent = OpenAIAgent(running.url, "paused", streamed=True)
-    before = set(operations(*fresh))
+    before, ended = set(operations(*fresh)), running.metric("restores_total")
     [call] = pause([agent])
+    # What was asked for as the answer left must not read while the engine is paused.
+    running.until_metric("restores_total", ended + 1)
     for worker in fresh:
         backed_up(worker)
         worker.probe.reset()
