@@ -306,6 +306,7 @@ class Store:
                 written.append((page, place))
         except OSError as error:
             failure = error
+            active.back_to(active.position)
         if written:
             try:
                 self._commit(active, written)
@@ -347,10 +348,13 @@ class Store:
             return "closed"
         if not self._log.writable:
             return "read-only"
+        if self._is_gone:
+            return "gone"
         return None
 
     def _segment(self) -> ActiveSegment:
-        if self._active is not None and self._active.position >= self._options.segment_bytes:
+        active = self._active
+        if active is not None and (active.position >= self._options.segment_bytes or active.is_removed()):
             self._retire()
         if self._active is None:
             self._active = ActiveSegment(self.path, self.namespace)
