@@ -211,7 +211,7 @@ def _by_segment(places: Iterable[Place]) -> dict[int, list[Place]]:
 
 
 class Claims:
-    """Records that nobody reads, and nobody will until :meth:`close`: those that may be freed."""
+    """Records that nobody reads, and nobody will while this is open: those that may be freed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -229,12 +229,13 @@ class Claims:
         held = self._fds[place.segment]
         return held is None or lock_range(held, place.offset, place.record_bytes, exclusive=True)
 
-    def close(self) -> None:
-        """End all claims."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for fd in self._fds.values():
             if fd is not None:
                 os.close(fd)
-        self._fds.clear()
 
 
 class Idle:
@@ -267,26 +268,6 @@ class Idle:
     def __exit__(self, *_: object) -> None:
         for fd in self._fds.values():
             os.close(fd)
-
-
-def remove_if_nobodys(folder: Path, segment: int) -> bool:
-    """Remove a segment unless a process appends to it; True if it is gone.
-
-    Raises:
-        OSError: the disk says no.
-    """
-    path = segment_path(folder, segment)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        if not lock_file(fd):
-            return False
-        path.unlink(missing_ok=True)
-        return True
-    finally:
-        os.close(fd)
 
 
 def clear(folder: Path, segment: int, live: Iterable[Place]) -> int:
