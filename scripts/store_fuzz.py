@@ -113,15 +113,15 @@ def killed_writer(path: Path, seed: int, options: Options) -> tuple[int, int]:
 def run_kills(folder: Path, seed: int, times: int, tell: Callable[[int], None]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     chance = random.Random(seed)
-    path = folder / "kills"
     for number in range(times):
         limited = number % 2 == 1
+        path = folder / ("limited" if limited else "unlimited")
         options = Options(
             limit_bytes=2_000_000 if limited else None,
             segment_bytes=chance.choice([100_000, 10_000_000]),
             fsync=Fsync.BATCH if number % 10 == 0 else Fsync.NONE,
         )
-        if number % 8 == 0:
+        if number % 8 < 2:
             shutil.rmtree(path, ignore_errors=True)
         writers = [killed_writer(path, seed * 1_000_000 + number * 2 + which, options) for which in range(2)]
         threading.Event().wait(chance.uniform(0.0, 0.06))

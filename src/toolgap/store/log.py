@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -200,13 +200,21 @@ class Log:
         whole = os.fstat(self._fd).st_size
         self._position, self.entries = whole, whole // ENTRY_BYTES - 1
 
-    def duplicate(self) -> int:
-        """A file descriptor of the log as it is now, for the caller to force to the disk and to close.
+    def forcing(self) -> Callable[[], None]:
+        """What forces the log as it is now to the disk, called once, also while it is appended to or replaced.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no log; and when called, the disk says no.
         """
-        return os.dup(self._fd)
+        fd = os.dup(self._fd)
+
+        def force() -> None:
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+        return force
 
     def close(self) -> None:
         """Give its file back; a later :meth:`tail` opens it again."""

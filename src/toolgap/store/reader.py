@@ -14,7 +14,7 @@ from typing import NamedTuple
 from toolgap.store.files import lock_range, pread_all, rest
 from toolgap.store.options import ReadPath
 from toolgap.store.record import BLOCK_BYTES, Place, filling, is_hole, payload_check, unpack
-from toolgap.store.segments import segment_path
+from toolgap.store.segments import reason, segment_path
 
 _RECORDS = 256
 """The most records one I/O reads."""
@@ -39,11 +39,6 @@ class Fault(StrEnum):
     """It is being evicted."""
     CANCELLED = "cancelled"
     """The read was cancelled, or the store closed, first."""
-
-
-def reason(error: OSError) -> str:
-    """What a system's error is counted as: its name, such as ``EIO``."""
-    return errno.errorcode.get(error.errno or 0, "unknown")
 
 
 DAMAGE = frozenset({Fault.HEADER, Fault.CHECKSUM, Fault.TRUNCATED, Fault.HOLE, "EIO", "ENOENT"})

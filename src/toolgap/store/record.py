@@ -33,7 +33,7 @@ class Place(NamedTuple):
     @property
     def record_bytes(self) -> int:
         """Header, payload and filling."""
-        return BLOCK_BYTES + self.payload_bytes + filling(self.payload_bytes)
+        return record_bytes(self.payload_bytes)
 
     @property
     def end(self) -> int:
@@ -55,6 +55,11 @@ class Header(NamedTuple):
 def filling(payload_bytes: int) -> int:
     """Bytes from a payload's end to the end of its last block."""
     return -payload_bytes % BLOCK_BYTES
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Of a page's header, payload and filling."""
+    return BLOCK_BYTES + payload_bytes + filling(payload_bytes)
 
 
 def identity(namespace: bytes, key: bytes) -> bytes:

@@ -28,6 +28,11 @@ NAMESPACE_BYTES = _CHECK_AT - _FIELDS.size
 _FILLING = memoryview(bytes(BLOCK_BYTES))
 
 
+def reason(error: OSError) -> str:
+    """What a system's error is counted as: its name, such as ``EIO``."""
+    return errno.errorcode.get(error.errno or 0, "unknown")
+
+
 def segment_path(folder: Path, segment: int) -> Path:
     """Where a segment lies in a store's folder."""
     return folder / "segments" / f"{segment:016x}.seg"
@@ -147,16 +152,16 @@ class ActiveSegment:
         """Where a page would be written."""
         return Place(self.segment, self.position, payload_bytes)
 
-    def append(self, header: bytes, buffers: Sequence[memoryview], payload_bytes: int) -> None:
+    def append(self, header: bytes, buffers: Sequence[memoryview], place: Place) -> None:
         """Write a record at :meth:`next_place`.
 
         Raises:
             OSError: the disk says no; a part may have been written.
         """
-        end = filling(payload_bytes)
+        end = filling(place.payload_bytes)
         parts = [memoryview(header), *buffers, *([_FILLING[:end]] if end else [])]
-        pwrite_all(self._fd, parts, self.position)
-        self.position += BLOCK_BYTES + payload_bytes + end
+        pwrite_all(self._fd, parts, place.offset)
+        self.position = place.end
 
     def back_to(self, position: int) -> None:
         """Give up what was appended from there on, whole or torn."""
