@@ -218,6 +218,11 @@ def fuzz_round(path: Path, seed: int, counts: Counter[str]) -> None:
         return chance.sample(keys, chance.randint(1, 12))
 
     def reopened(which: int) -> None:
+        stats = stores[which].stats()
+        counts["pages read right"] += stats.read_pages
+        counts["pages set aside"] += stats.damaged_pages
+        for reason, pages in stats.failures.items():
+            counts[f"not read or written: {reason}"] += pages
         stores[which].close()
         try:
             stores[which] = Store.open(path, NAMESPACE, options())
@@ -273,9 +278,6 @@ def fuzz_round(path: Path, seed: int, counts: Counter[str]) -> None:
                 written = store.write(to_write(keys[:4]))
                 if not all(written) or not all(read(store, keys[:4])):
                     raise FoundError(f"it takes no pages any more: {store.stats()}")
-        for store in stores:
-            for reason, pages in store.stats().failures.items():
-                counts[f"not read or written: {reason}"] += pages
     finally:
         for store in stores:
             store.close()
