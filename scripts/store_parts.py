@@ -137,7 +137,9 @@ def _version(package: str) -> str | None:
 
 
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--with", dest="parts", action="append", choices=("rivals",), default=[])

@@ -53,7 +53,11 @@ class Target:
         starts = torch.from_numpy(order) * page_tokens
         self.indices = (starts[:, None] + torch.arange(page_tokens)[None, :]).flatten()
         """The pages' token slots, as SGLang hands them to a storage backend."""
-        half = pool.kv_buffer.view(torch.uint8).numpy().reshape(2, -1)[:, : count * page_tokens * TOKEN_BYTES // 2]
+        half = (
+            pool.kv_buffer.view(torch.uint8)
+            .numpy()
+            .reshape(2, -1)[:, : count * page_tokens * TOKEN_BYTES // 2]
+        )
         halves = half.reshape(2, count, -1)
         self.pieces: list[tuple[memoryview, memoryview]] = [
             (halves[0, slot].data, halves[1, slot].data) for slot in order
@@ -95,7 +99,8 @@ def host_pool(page_tokens: int, count: int) -> Any:
 
     def layers() -> tuple[list[torch.Tensor], torch.Tensor]:
         buffers = [
-            torch.zeros((page_tokens, HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device) for _ in range(LAYERS)
+            torch.zeros((page_tokens, HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device)
+            for _ in range(LAYERS)
         ]
         pointers = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.uint64, device=device)
         return buffers, pointers
@@ -104,7 +109,11 @@ def host_pool(page_tokens: int, count: int) -> Any:
     return MHATokenToKVPoolHost(
         MHABufferInfo(
             buffers=KVBuffers(
-                k=tuple(keys), v=tuple(values), k_data_ptrs=key_pointers, v_data_ptrs=value_pointers, layout=KVBufferLayout.NHD
+                k=tuple(keys),
+                v=tuple(values),
+                k_data_ptrs=key_pointers,
+                v_data_ptrs=value_pointers,
+                layout=KVBufferLayout.NHD,
             ),
             page_size=page_tokens,
             head_num=HEADS,

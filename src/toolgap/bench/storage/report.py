@@ -9,7 +9,17 @@ import msgspec
 
 from toolgap.bench import tables
 from toolgap.bench.spread import Spread
-from toolgap.bench.storage.records import REPORT, SETUP, TRIALS, Hashing, Lookup, Reading, Setup, Trial, Writing
+from toolgap.bench.storage.records import (
+    REPORT,
+    SETUP,
+    TRIALS,
+    Hashing,
+    Lookup,
+    Reading,
+    Setup,
+    Trial,
+    Writing,
+)
 
 RAW, STOCK = "raw sequential read", "SGLang's file backend"
 
@@ -89,8 +99,8 @@ HOW = (
 )
 
 HASHES = (
-    "Over 256 MiB of memory, piece by piece, by one thread. *Another thread* is what a counting thread gets done during "
-    "one call, of what it does alone: near 0 if the interpreter lock is held. google-crc32c takes nothing but `bytes` "
+    "Over 256 MiB of memory, piece by piece, by one thread. *Another thread* is what a counting thread gets done "
+    "during one call, of what it does alone: near 0 if the interpreter lock is held. google-crc32c takes nothing but `bytes` "
     "objects, so the host pool would be copied first: it is not measured."
 )
 
@@ -148,7 +158,9 @@ def _rows(setup: Setup, readings: Sequence[Reading]) -> list[list[str]]:
             )
             for of in (RAW, STOCK)
         ]
-        rows.append((spread.p50, [name, tables.spread(spread), *ratios, tables.number(cpu.p50) if cpu else "-"]))
+        rows.append(
+            (spread.p50, [name, tables.spread(spread), *ratios, tables.number(cpu.p50) if cpu else "-"])
+        )
     return [row for _, row in sorted(rows, key=lambda row: -row[0])]
 
 

@@ -113,9 +113,7 @@ class RocksDb(_KeyValue):
         def get(key: bytes) -> Iterator[Any]:
             yield database[key]
 
-        database = rocksdict.Rdict(
-            str(folder), self._options(), access_type=rocksdict.AccessType.read_only()
-        )
+        database = rocksdict.Rdict(str(folder), self._options(), access_type=rocksdict.AccessType.read_only())
         with self._reading(get, pages, target) as read:
             yield read
         database.close()
@@ -140,7 +138,9 @@ class Nixl(Segments):
         agent.create_backend("POSIX", {name: str(name == f"use_{self._engine}").lower() for name in engines})
         half = pages.page_bytes // 2
         memory = [
-            (np.frombuffer(piece, np.uint8).ctypes.data, half, 0) for pieces in target.pieces for piece in pieces
+            (np.frombuffer(piece, np.uint8).ctypes.data, half, 0)
+            for pieces in target.pieces
+            for piece in pieces
         ]
         parts = [(number * half, half, file) for number in range(len(memory))]
         pool = target.pool.kv_buffer

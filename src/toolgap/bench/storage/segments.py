@@ -4,7 +4,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolgap.bench.storage.contenders import IO_BYTES, Contender, Read
@@ -75,9 +75,11 @@ class Sequential(Segments):
         super().__init__(1)
         self.name = "raw sequential read"
 
-    def opened(self, folder: Path, pages: Pages, target: Target) -> AbstractContextManager[Read]:
+    @contextmanager
+    def opened(self, folder: Path, pages: Pages, target: Target) -> Iterator[Read]:
         """See :class:`Contender`."""
-        return self.in_cache(folder, pages, cold=True)
+        with self.in_cache(folder, pages, cold=True) as read:
+            yield read
 
     @contextmanager
     def in_cache(self, folder: Path, pages: Pages, *, cold: bool) -> Iterator[Read]:

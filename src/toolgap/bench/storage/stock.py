@@ -61,7 +61,9 @@ class StockFile(Contender):
         from sglang.srt.managers.cache_controller import HiCacheController
 
         controller = SimpleNamespace(
-            storage_host_pool=target.pool, storage_backend=self._backend(folder), page_size=target.pool.page_size
+            storage_host_pool=target.pool,
+            storage_backend=self._backend(folder),
+            page_size=target.pool.page_size,
         )
         for keys, indices in batches(pages, target):
             if not HiCacheController._generic_page_set(controller, keys, indices):
@@ -74,7 +76,9 @@ class StockFile(Contender):
         from sglang.srt.managers.cache_controller import HiCacheController
 
         controller = SimpleNamespace(
-            storage_host_pool=target.pool, storage_backend=self._backend(folder), page_size=target.pool.page_size
+            storage_host_pool=target.pool,
+            storage_backend=self._backend(folder),
+            page_size=target.pool.page_size,
         )
         operation = SimpleNamespace(request_id="bench", is_terminated=lambda: False)
 
