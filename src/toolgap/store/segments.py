@@ -1,0 +1,310 @@
+"""The segment files of a store: each is appended to by the one process that made it, until it is full.
+
+A segment begins with a block that names its store's namespace; records follow, each at a multiple of the block.
+"""
+
+import errno
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import xxhash
+
+from toolgap.store.files import lock_file, lock_range, punch, pwrite_all
+from toolgap.store.namespace import Namespace
+from toolgap.store.record import BLOCK_BYTES, Header, Place, filling, unpack
+
+_MAGIC = b"TGSEGM\r\n"
+_FIELDS = struct.Struct("<8sII")
+_VERSION = 1
+_CHECK_AT = BLOCK_BYTES - 16
+NAMESPACE_BYTES = _CHECK_AT - _FIELDS.size
+"""The longest namespace, encoded."""
+_FILLING = memoryview(bytes(BLOCK_BYTES))
+
+
+def segment_path(folder: Path, segment: int) -> Path:
+    """Where a segment lies in a store's folder."""
+    return folder / "segments" / f"{segment:016x}.seg"
+
+
+def segments(folder: Path) -> dict[int, os.stat_result]:
+    """The segments of a store, oldest first.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = {}
+    for path in (folder / "segments").glob("*.seg"):
+        try:
+            found[int(path.stem, 16)] = path.stat()
+        except (ValueError, FileNotFoundError):
+            continue
+    return dict(sorted(found.items(), key=lambda item: item[1].st_mtime_ns))
+
+
+def _first_block(namespace: Namespace) -> bytes:
+    encoded = namespace.encoded()
+    body = (_FIELDS.pack(_MAGIC, _VERSION, len(encoded)) + encoded).ljust(_CHECK_AT, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def namespace_of(path: Path) -> Namespace | None:
+    """What a segment's first block names; None if the block is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        block = os.pread(fd, BLOCK_BYTES, 0)
+    finally:
+        os.close(fd)
+    if block[:8] != _MAGIC or xxhash.xxh3_128_digest(block[:_CHECK_AT]) != block[_CHECK_AT:]:
+        return None
+    _, _, length = _FIELDS.unpack_from(block)
+    try:
+        return msgspec.json.decode(block[_FIELDS.size : _FIELDS.size + length], type=Namespace)
+    except msgspec.MsgspecError:
+        return None
+
+
+def headers(path: Path) -> Iterator[Header]:
+    """The records of a segment whose headers are whole, in order; holes are skipped, damaged headers searched past.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        offset = BLOCK_BYTES
+        while True:
+            try:
+                data = os.lseek(fd, offset, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:
+                    return
+                raise
+            offset = data // BLOCK_BYTES * BLOCK_BYTES
+            header = unpack(os.pread(fd, BLOCK_BYTES, offset).ljust(BLOCK_BYTES, b"\0"))
+            if header is not None and header.place.offset == offset:
+                yield header
+                offset = header.place.end
+            else:
+                offset += BLOCK_BYTES
+    finally:
+        os.close(fd)
+
+
+def key_at(folder: Path, place: Place) -> bytes | None:
+    """The key of the page that lies there; None if no whole header says so."""
+    try:
+        fd = os.open(segment_path(folder, place.segment), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            header = unpack(os.pread(fd, BLOCK_BYTES, place.offset).ljust(BLOCK_BYTES, b"\0"))
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    return None if header is None else header.key
+
+
+class ActiveSegment:
+    """The segment that a process appends to: locked, so that nobody takes its unindexed bytes for waste."""
+
+    def __init__(self, folder: Path, namespace: Namespace) -> None:
+        """Make it.
+
+        Raises:
+            OSError: the disk says no.
+        """
+        while True:
+            self.segment = secrets.randbits(63)
+            path = segment_path(folder, self.segment)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            # Between the two calls somebody may have cleared it away as nobody's.
+            if lock_file(self._fd) and os.fstat(self._fd).st_nlink:
+                break
+            os.close(self._fd)
+        try:
+            pwrite_all(self._fd, [memoryview(_first_block(namespace))], 0)
+        except OSError:
+            os.close(self._fd)
+            path.unlink(missing_ok=True)
+            raise
+        self.position = BLOCK_BYTES
+
+    def next_place(self, payload_bytes: int) -> Place:
+        """Where a page would be written."""
+        return Place(self.segment, self.position, payload_bytes)
+
+    def append(self, header: bytes, buffers: Sequence[memoryview], payload_bytes: int) -> None:
+        """Write a record at :meth:`next_place`.
+
+        Raises:
+            OSError: the disk says no. What was written of it is written over next time.
+        """
+        if not os.fstat(self._fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the segment was removed")
+        end = filling(payload_bytes)
+        parts = [memoryview(header), *buffers, *([_FILLING[:end]] if end else [])]
+        pwrite_all(self._fd, parts, self.position)
+        self.position += BLOCK_BYTES + payload_bytes + end
+
+    def back_to(self, position: int) -> None:
+        """Give up what was appended from there on."""
+        self.position = position
+
+    def force(self) -> None:
+        """Have all of it on the disk.
+
+        Raises:
+            OSError: the disk says no.
+        """
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Unlock it: from now on it is nobody's."""
+        os.close(self._fd)
+
+
+def free(folder: Path, places: Iterable[Place]) -> None:
+    """Give the bytes of records back.
+
+    Raises:
+        OSError: the disk says no, for one at least; the others were freed.
+    """
+    failure: OSError | None = None
+    for segment, group in _by_segment(places).items():
+        try:
+            fd = os.open(segment_path(folder, segment), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            for place in group:
+                punch(fd, place.offset, place.record_bytes)
+        except OSError as error:
+            failure = error
+        finally:
+            os.close(fd)
+    if failure is not None:
+        raise failure
+
+
+def _by_segment(places: Iterable[Place]) -> dict[int, list[Place]]:
+    groups: dict[int, list[Place]] = {}
+    for place in places:
+        groups.setdefault(place.segment, []).append(place)
+    return groups
+
+
+class Claims:
+    """Records that nobody reads, and nobody will until :meth:`close`: those that may be freed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: dict[int, int | None] = {}
+
+    def claim(self, place: Place) -> bool:
+        """Whether nobody was reading it."""
+        if place.segment not in self._fds:
+            try:
+                fd = os.open(segment_path(self._folder, place.segment), os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._fds[place.segment] = None
+            else:
+                self._fds[place.segment] = fd
+        held = self._fds[place.segment]
+        return held is None or lock_range(held, place.offset, place.record_bytes, exclusive=True)
+
+    def close(self) -> None:
+        """End all claims."""
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+        self._fds.clear()
+
+
+class Idle:
+    """Segments that no process appends to, and none will while this is open."""
+
+    def __init__(self, folder: Path, candidates: Iterable[int]) -> None:
+        self._fds: dict[int, int] = {}
+        for segment in candidates:
+            try:
+                fd = os.open(segment_path(folder, segment), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue
+            if lock_file(fd):
+                self._fds[segment] = fd
+            else:
+                os.close(fd)
+
+    @property
+    def segments(self) -> list[int]:
+        """Which they are."""
+        return list(self._fds)
+
+    def taken_bytes(self, segment: int) -> int:
+        """What one takes on the disk beside its first block."""
+        return os.fstat(self._fds[segment]).st_blocks * 512 - BLOCK_BYTES
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+
+def remove_if_nobodys(folder: Path, segment: int) -> bool:
+    """Remove a segment unless a process appends to it; True if it is gone.
+
+    Raises:
+        OSError: the disk says no.
+    """
+    path = segment_path(folder, segment)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        if not lock_file(fd):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
+
+
+def clear(folder: Path, segment: int, live: Iterable[Place]) -> int:
+    """Give back all bytes of a nobody's segment that are not of these records; returns how many.
+
+    Raises:
+        OSError: the disk says no.
+    """
+    path = segment_path(folder, segment)
+    before = path.stat().st_blocks * 512
+    kept = sorted(live)
+    if not kept:
+        path.unlink()
+        return before
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        end = BLOCK_BYTES
+        for place in kept:
+            if place.offset > end:
+                punch(fd, end, place.offset - end)
+            end = max(end, place.end)
+        if os.fstat(fd).st_size > end:
+            os.ftruncate(fd, end)
+        return max(0, before - os.fstat(fd).st_blocks * 512)
+    finally:
+        os.close(fd)
