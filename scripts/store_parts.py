@@ -24,6 +24,9 @@ from pathlib import Path
 from toolgap.bench import machine
 from toolgap.bench.storage import checksums, report
 from toolgap.bench.storage.contenders import Contender
+from toolgap.bench.storage.log import Log
+from toolgap.bench.storage.lookups import measure_lookups
+from toolgap.bench.storage.ours import ToolgapContender
 from toolgap.bench.storage.records import REPORT, Setup
 from toolgap.bench.storage.rivals import IoUring, Lmdb, Nixl, RocksDb
 from toolgap.bench.storage.segments import Segments, Sequential
@@ -38,7 +41,12 @@ HASHED_BYTES, PIECE_BYTES = 256 << 20, 229_376
 
 Made = tuple[str, Callable[[], Contender]]
 
-ALWAYS: tuple[Made, ...] = (("", Sequential), ("", StockFile))
+ALWAYS: tuple[Made, ...] = (
+    ("", Sequential),
+    ("", StockFile),
+    ("", ToolgapContender),
+    ("", lambda: ToolgapContender(checked=False)),
+)
 
 RIVALS: tuple[Made, ...] = (
     ("", lambda: Segments(1)),
@@ -79,8 +87,12 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from toolgap.bench.storage.run import Log, play
+    import torch
 
+    from toolgap.bench.storage.run import play
+
+    # SGLang's file backend copies pages with torch, whose threads would wait for each other on a busy machine.
+    torch.set_num_threads(1)
     ends = time.monotonic() + options.deadline
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     contenders: list[Contender] = []
@@ -108,6 +120,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         if "rivals" in options.parts:
             _hash(log, options.rounds)
+        measure_lookups(log, work, options.rounds)
         play(setup, contenders, work, log, deadline_s=ends, say=lambda line: print(line, flush=True))
     finally:
         log.close()
@@ -116,10 +129,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _hash(log: object, rounds: int) -> None:
-    from toolgap.bench.storage.run import Log
-
-    assert isinstance(log, Log)
+def _hash(log: Log, rounds: int) -> None:
     memory = memoryview(os.urandom(1 << 20) * (HASHED_BYTES >> 20))
     for number in range(rounds):
         for name in checksums.CANDIDATES:

@@ -85,7 +85,7 @@ def serve(
         str,
         typer.Option(
             metavar="NAME",
-            help="A name for the weights, in place of the fingerprint of their files.",
+            help="A name for the weights and how they are loaded, in place of their fingerprint.",
             show_default=False,
             rich_help_panel=STORE_PANEL,
         ),

@@ -27,7 +27,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     salt: str = ""
     """Whatever else must be equal for pages to be reusable."""
     weights: str = ""
-    """A name for the weights, in place of the fingerprint of their files."""
+    """A name for the weights and how they are loaded, in place of their fingerprint."""
 
     def options(self) -> Options:
         """For :meth:`toolgap.store.store.Store.open`."""

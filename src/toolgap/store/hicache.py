@@ -3,6 +3,8 @@
 SGLang calls it from its storage threads: one that asks which pages are there, one that reads, one that writes.
 """
 
+import functools
+import hashlib
 import logging
 import threading
 import time
@@ -22,9 +24,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from toolgap.store import config as configuration
 from toolgap.store import stopping
+from toolgap.store.errors import StoreError
 from toolgap.store.hostpages import HostPages
 from toolgap.store.identity import namespace, shard
-from toolgap.store.store import Page, Store, StoreStats, memory
+from toolgap.store.metrics import StoreMetrics
+from toolgap.store.store import Page, Store, memory
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
         self._closed_for = ""
         """Why no page is read or written any more; empty while they are."""
         self._rates = _Rates()
+        self._metrics = _metrics_of(storage_config)
 
     # ---- what SGLang tells ----
 
@@ -210,8 +215,13 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
 
     def clear(self) -> None:
         """Take every page out of the store, also those of other servers on the same folder."""
-        if self._store is not None:
-            self._store.clear()
+        if self._store is None:
+            return
+        try:
+            self._store.gc(limit_bytes=0)
+        except StoreError as error:
+            # SGLang's scheduler calls this, and ends with what is raised here.
+            logger.warning("toolgap store: not cleared: %s", error)
 
     def close(self) -> None:
         """End the store's threads and files."""
@@ -225,15 +235,9 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
 
         return StorageMetrics(*self._rates.taken())
 
-    def store_stats(self) -> StoreStats | None:
-        """What the store counts; None before it is open and after it was closed."""
-        return None if self._store is None else self._store.stats()
-
     # ---- inside ----
 
     def _add_pool(self, name: Any, pool: HostPages) -> None:
-        import hashlib
-
         self._pools[str(name)] = pool
         replicated = self._storage.is_mla_model and name != PoolName.MAMBA
         form = hashlib.sha256(pool.describe().encode()).hexdigest()[:8]
@@ -263,6 +267,7 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
             if there:
                 borrowed.landed(page)
         self._rates.read(borrowed.pages, found, time.perf_counter() - began_s)
+        self._show(store)
         return found
 
     def _write(self, name: Any, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
@@ -273,7 +278,12 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
         began_s = time.perf_counter()
         written = store.write(pages)
         self._rates.wrote(pages, written, time.perf_counter() - began_s)
+        self._show(store)
         return written
+
+    def _show(self, store: Store) -> None:
+        if self._metrics is not None:
+            self._metrics.show(store.stats())
 
 
 def ends_with(policy: PoolHitPolicy, held: Sequence[bool], window_pages: int) -> set[int]:
@@ -291,6 +301,21 @@ def ends_with(policy: PoolHitPolicy, held: Sequence[bool], window_pages: int) ->
         window_pages = max(1, window_pages)
         return {end for end in range(1, len(held) + 1) if all(held[max(0, end - window_pages) : end])}
     raise ValueError(f"unknown hit policy {policy}")
+
+
+@functools.cache
+def _registered(labels: tuple[tuple[str, str], ...]) -> StoreMetrics:
+    """One a process: a backend that is attached anew goes on counting there."""
+    return StoreMetrics(dict(labels))
+
+
+def _metrics_of(storage: HiCacheStorageConfig) -> StoreMetrics | None:
+    if not storage.enable_storage_metrics:
+        return None
+    ranks = {"tp_rank": storage.tp_rank, "pp_rank": storage.pp_rank, "dp_rank": storage.dp_rank}
+    metrics = _registered(tuple((name, str(rank)) for name, rank in ranks.items()))
+    metrics.anew()
+    return metrics
 
 
 class _Rates:

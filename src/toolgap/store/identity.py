@@ -23,7 +23,7 @@ def namespace(
         layout: What decides the bytes of a page, but for what a pipeline stage holds.
         dtype: Of the KV.
         page_tokens: SGLang's page size.
-        weights: The operator's name for the weights; empty for the fingerprint of their files.
+        weights: The operator's name for the weights and how they are loaded; empty for the fingerprint of both.
         salt: The operator's.
 
     Raises:
@@ -31,10 +31,9 @@ def namespace(
     """
     if storage.should_split_heads:
         raise StoreError("the store keeps no pages that are split by heads: leave out tp_lcm_size")
-    arguments = _server_arguments()
     return Namespace(
         model=storage.model_name or "",
-        weights=weights or _weights(arguments),
+        weights=weights or _weights(_server_arguments()),
         dtype=dtype,
         layout=layout,
         page_size_tokens=page_tokens,

@@ -95,13 +95,14 @@ HOW = (
     "sequential read is of the same bytes, from one file into one buffer by one thread, 8 MiB at a time, around the "
     "page cache (`O_DIRECT`) in the cold tables and through it in the warm ones. All contenders take turns in each "
     "round, in random order; ratios are paired by round. Median [least, most] (rounds). Others worked on the "
-    "machine meanwhile: each trial notes its load."
+    "machine meanwhile: each trial notes its load. torch has one thread: with more, its threads wait "
+    "for each other on a busy machine, and the file backend, which copies pages with it, is several times slower."
 )
 
 HASHES = (
     "Over 256 MiB of memory, piece by piece, by one thread. *Another thread* is what a counting thread gets done "
-    "during one call, of what it does alone: near 0 if the interpreter lock is held. google-crc32c takes nothing but `bytes` "
-    "objects, so the host pool would be copied first: it is not measured."
+    "during one call, of what it does alone: near 0 if the interpreter lock is held. google-crc32c takes "
+    "nothing but `bytes` objects, so the host pool would be copied first: it is not measured."
 )
 
 

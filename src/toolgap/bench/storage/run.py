@@ -8,31 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import msgspec
-
 from toolgap.bench import pagecache
 from toolgap.bench.storage.contenders import Contender, Read
+from toolgap.bench.storage.log import Log
 from toolgap.bench.storage.pages import TOKEN_BYTES, Pages, Target, host_pool
-from toolgap.bench.storage.records import SETUP, TRIALS, Reading, Setup, Trial, Writing
+from toolgap.bench.storage.records import Reading, Setup, Writing
 from toolgap.bench.storage.segments import Sequential
-
-
-class Log:
-    """A run's folder: trials are appended one by one."""
-
-    def __init__(self, folder: Path, setup: Setup) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETUP).write_bytes(msgspec.json.format(msgspec.json.encode(setup), indent=1) + b"\n")
-        self._file = (folder / TRIALS).open("wb")
-
-    def add(self, trial: Trial) -> None:
-        """Append a trial."""
-        self._file.write(msgspec.json.encode(trial) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """No more trials."""
-        self._file.close()
 
 
 def play(
