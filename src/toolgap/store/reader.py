@@ -166,7 +166,7 @@ class Reader:
                 request.running += 1
                 if request.strips:
                     self._requests.append(request)
-            faults = self._read_strip(strip, scratch)
+            faults = self.read_strip(strip, scratch)
             with self._work:
                 request.faults.update(faults)
                 request.running -= 1
@@ -175,7 +175,11 @@ class Reader:
             # The caller's memory is the caller's again.
             del request, strip
 
-    def _read_strip(self, strip: Strip, scratch: memoryview) -> dict[int, str]:
+    def read_strip(self, strip: Strip, scratch: memoryview) -> dict[int, str]:
+        """Read and check one strip, in this thread; returns the faults by the pages' numbers.
+
+        `scratch` is a thread's own: a block for every header, and one for the filling.
+        """
         try:
             return self._check(strip, self._fill(strip, scratch), scratch)
         except OSError as error:
@@ -185,7 +189,7 @@ class Reader:
         # One of them is to blame, not all.
         faults: dict[int, str] = {}
         for page in strip.wanted:
-            faults.update(self._read_strip(Strip([page], page.place.record_bytes), scratch))
+            faults.update(self.read_strip(Strip([page], page.place.record_bytes), scratch))
         return faults
 
     def _fill(self, strip: Strip, scratch: memoryview) -> int:

@@ -3,6 +3,7 @@
 A segment begins with a block that names its store's namespace; records follow, each at a multiple of the block.
 """
 
+import contextlib
 import errno
 import os
 import secrets
@@ -138,6 +139,10 @@ class ActiveSegment:
             raise
         self.position = BLOCK_BYTES
 
+    def is_removed(self) -> bool:
+        """Whether somebody removed it: what is appended from then on is lost."""
+        return not os.fstat(self._fd).st_nlink
+
     def next_place(self, payload_bytes: int) -> Place:
         """Where a page would be written."""
         return Place(self.segment, self.position, payload_bytes)
@@ -146,18 +151,18 @@ class ActiveSegment:
         """Write a record at :meth:`next_place`.
 
         Raises:
-            OSError: the disk says no. What was written of it is written over next time.
+            OSError: the disk says no; a part may have been written.
         """
-        if not os.fstat(self._fd).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "the segment was removed")
         end = filling(payload_bytes)
         parts = [memoryview(header), *buffers, *([_FILLING[:end]] if end else [])]
         pwrite_all(self._fd, parts, self.position)
         self.position += BLOCK_BYTES + payload_bytes + end
 
     def back_to(self, position: int) -> None:
-        """Give up what was appended from there on."""
+        """Give up what was appended from there on, whole or torn."""
         self.position = position
+        with contextlib.suppress(OSError):  # what is left of it is no page: no index has it
+            os.ftruncate(self._fd, position)
 
     def force(self) -> None:
         """Have all of it on the disk.
@@ -206,7 +211,7 @@ def _by_segment(places: Iterable[Place]) -> dict[int, list[Place]]:
 
 
 class Claims:
-    """Records that nobody reads, and nobody will until :meth:`close`: those that may be freed."""
+    """Records that nobody reads, and nobody will while this is open: those that may be freed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -224,12 +229,13 @@ class Claims:
         held = self._fds[place.segment]
         return held is None or lock_range(held, place.offset, place.record_bytes, exclusive=True)
 
-    def close(self) -> None:
-        """End all claims."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for fd in self._fds.values():
             if fd is not None:
                 os.close(fd)
-        self._fds.clear()
 
 
 class Idle:
@@ -262,26 +268,6 @@ class Idle:
     def __exit__(self, *_: object) -> None:
         for fd in self._fds.values():
             os.close(fd)
-
-
-def remove_if_nobodys(folder: Path, segment: int) -> bool:
-    """Remove a segment unless a process appends to it; True if it is gone.
-
-    Raises:
-        OSError: the disk says no.
-    """
-    path = segment_path(folder, segment)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        if not lock_file(fd):
-            return False
-        path.unlink(missing_ok=True)
-        return True
-    finally:
-        os.close(fd)
 
 
 def clear(folder: Path, segment: int, live: Iterable[Place]) -> int:

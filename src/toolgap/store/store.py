@@ -40,7 +40,6 @@ from toolgap.store.segments import (
     clear,
     free,
     key_at,
-    remove_if_nobodys,
     segments,
 )
 from toolgap.store.stats import Collected, Counters, StoreStats, Verified
@@ -306,6 +305,7 @@ class Store:
                 written.append((page, place))
         except OSError as error:
             failure = error
+            active.back_to(active.position)
         if written:
             try:
                 self._commit(active, written)
@@ -347,10 +347,13 @@ class Store:
             return "closed"
         if not self._log.writable:
             return "read-only"
+        if self._is_gone:
+            return "gone"
         return None
 
     def _segment(self) -> ActiveSegment:
-        if self._active is not None and self._active.position >= self._options.segment_bytes:
+        active = self._active
+        if active is not None and (active.position >= self._options.segment_bytes or active.is_removed()):
             self._retire()
         if self._active is None:
             self._active = ActiveSegment(self.path, self.namespace)
@@ -393,26 +396,30 @@ class Store:
 
         Pages that are being read, here or in another process, are spared.
         """
-        claims = Claims(self.path)
+        with self._lock:
+            self._flush_touches(wait=True)
+            pages = len(self._index)
+            wanted = self._index.oldest()
+            self._drop(wanted, self._index.used_bytes - limit_bytes)
+            evicted = pages - len(self._index)
+            is_enough = self._index.used_bytes <= limit_bytes
+        self._counters.add(evicted_pages=evicted)
+        return is_enough, evicted
+
+    def _drop(self, entries: Iterable[Entry], size_bytes: int) -> list[Place]:
+        """Drop records, in this order, until so much is freed; under the lock. Those that are being read are spared."""
         victims: list[Entry] = []
-        try:
-            with self._lock:
-                self._flush_touches(wait=True)
-                pages = len(self._index)
-                excess = self._index.used_bytes - limit_bytes
-                for entry in self._index.oldest():
-                    if excess <= 0:
-                        break
-                    if claims.claim(entry.place):
-                        victims.append(entry)
-                        excess -= entry.place.record_bytes
-                self._record_or_remember(victims)
-                evicted = pages - len(self._index)
-                self._counters.add(evicted_pages=evicted)
+        with Claims(self.path) as claims:
+            for entry in entries:
+                if size_bytes <= 0:
+                    break
+                if claims.claim(entry.place):
+                    victims.append(entry)
+                    size_bytes -= entry.place.record_bytes
+            self._record_or_remember(victims)
+            # Claimed until they are gone: a record that no index has is not to be taken for a forgotten one.
             self._free([entry.place for entry in victims])
-        finally:
-            claims.close()
-        return excess <= 0, evicted
+        return [entry.place for entry in victims]
 
     def _free(self, places: Sequence[Place]) -> None:
         """Give bytes back that no page has any more."""
@@ -423,12 +430,21 @@ class Store:
         self._remove_empty({place.segment for place in places})
 
     def _remove_empty(self, candidates: Iterable[int]) -> None:
-        for segment in candidates:
-            if not self._index.records(segment):
-                try:
-                    remove_if_nobodys(self.path, segment)
-                except OSError as error:
-                    self._counters.trouble(reason(error))
+        """Remove segments in which nothing is left, and to which nobody appends."""
+        empty = [segment for segment in candidates if not self._index.records(segment)]
+        if not empty:
+            return
+        with Idle(self.path, empty) as idle, self._lock:
+            # Another process may have found a page in one before it was locked.
+            self._refresh()
+            for segment in idle.segments:
+                if not self._index.records(segment) and not self._is_gone:
+                    try:
+                        clear(self.path, segment, ())
+                    except FileNotFoundError:
+                        pass
+                    except OSError as error:
+                        self._counters.trouble(reason(error))
 
     # --- The index and its log -------------------------------------------------------------------
 
@@ -622,11 +638,10 @@ class Store:
         collected = Collected()
         with self._lock:
             self._refresh()
-            drops = [Entry(Kind.DROP, name, place) for place, name in self._index.aside.items()]
-            self._record_or_remember(drops)
-        self._free([entry.place for entry in drops])
-        collected.aside_pages = len(drops)
-        collected.freed_bytes = sum(entry.place.record_bytes for entry in drops)
+            aside = [Entry(Kind.DROP, name, place) for place, name in self._index.aside.items()]
+            freed = self._drop(aside, sum(entry.place.record_bytes for entry in aside))
+        collected.aside_pages = len(freed)
+        collected.freed_bytes = sum(place.record_bytes for place in freed)
         if limit_bytes is not None:
             before = self._index.used_bytes
             _, collected.evicted_pages = self._evict(limit_bytes)
@@ -651,17 +666,22 @@ class Store:
                 with self._lock:
                     self._refresh()
                     held = self._index.by_segment()
-                    orphans = [
-                        entry
-                        for segment in idle.segments
-                        if idle.taken_bytes(segment)
-                        > sum(place.record_bytes for place in held.get(segment, ()))
-                        for entry in recovery.found(self.path, self._digest, segment)
-                        if entry.identity not in self._index and entry.place not in self._index.aside
-                    ]
-                    if orphans:
-                        self._record(orphans)
-                        adopted += len(orphans)
+                    with Claims(self.path) as claims:
+                        orphans = [
+                            entry
+                            for segment in idle.segments
+                            if idle.taken_bytes(segment)
+                            > sum(place.record_bytes for place in held.get(segment, ()))
+                            for entry in recovery.found(self.path, self._digest, segment)
+                            if entry.identity not in self._index
+                            and entry.place not in self._index.aside
+                            # Nobody is about to free it, nor has just done so.
+                            and claims.claim(entry.place)
+                            and key_at(self.path, entry.place) is not None
+                        ]
+                        if orphans:
+                            self._record(orphans)
+                            adopted += len(orphans)
                     held = self._index.by_segment()
                 for segment in idle.segments:
                     freed += clear(self.path, segment, held.get(segment, ()))
