@@ -47,7 +47,9 @@ class Lock(NamedTuple):
     """A file of names that are asked for and not installed."""
 
 
-ENGINE = Lock(ROOT / "requirements" / "engine-cpu.txt", ("cpu", "gateway", "store", "test"), left_out=LEFT_OUT)
+ENGINE = Lock(
+    ROOT / "requirements" / "engine-cpu.txt", ("cpu", "gateway", "store", "test"), left_out=LEFT_OUT
+)
 AGENTS = Lock(
     ROOT / "requirements" / "agents.txt",
     ("openai-agents", "langchain", "litellm", "claude-code", "fastmcp", "opentelemetry"),

@@ -40,19 +40,18 @@ def pwrite_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         left = rest(left, written)
 
 
-def pread_all(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+def pread_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     """Read the buffers full from there; returns how many bytes there were. Fewer only at the file's end.
 
     Raises:
-        OSError: the disk says no. With RWF_NOWAIT: BlockingIOError if nothing lies in the page cache, and fewer
-            bytes if only a part of it does.
+        OSError: the disk says no.
     """
     left, read = list(buffers), 0
     while left:
-        count = os.preadv(fd, left[:_IOVECS], offset + read, flags)
+        count = os.preadv(fd, left[:_IOVECS], offset + read)
         read += count
         left = rest(left, count)
-        if not count or flags:
+        if not count:
             break
     return read
 

@@ -11,7 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from toolgap.store.files import lock_range, pread_all, rest
+from toolgap.store import pagecache
+from toolgap.store.files import lock_range, pread_all
 from toolgap.store.options import ReadPath
 from toolgap.store.record import BLOCK_BYTES, Place, filling, is_hole, payload_check, unpack
 from toolgap.store.segments import reason, segment_path
@@ -203,10 +204,9 @@ class Reader:
                 raise BlockingIOError
             if self._read_path is ReadPath.CACHED:
                 return pread_all(fd, parts, first.offset)
-            read = _from_page_cache(fd, parts, first.offset) if self._read_path is ReadPath.AUTO else 0
-            if read < strip.read_bytes:
-                read += _around_page_cache(path, fd, rest(parts, read), first.offset + read)
-            return read
+            if self._read_path is ReadPath.AUTO and pagecache.holds(fd, first.offset, strip.read_bytes):
+                return pread_all(fd, parts, first.offset)
+            return _around_page_cache(path, fd, parts, first.offset)
         finally:
             os.close(fd)
 
@@ -237,15 +237,6 @@ class Reader:
             self._work.notify_all()
         for thread in self._started:
             thread.join()
-
-
-def _from_page_cache(fd: int, parts: Sequence[memoryview], offset: int) -> int:
-    try:
-        return pread_all(fd, parts, offset, os.RWF_NOWAIT)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-            return 0
-        raise
 
 
 def _around_page_cache(path: Path, fd: int, parts: Sequence[memoryview], offset: int) -> int:

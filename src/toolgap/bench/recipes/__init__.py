@@ -10,6 +10,7 @@ from toolgap.bench.recipes.many_agents import ManyAgents
 from toolgap.bench.recipes.matrix import Matrix
 from toolgap.bench.recipes.no_continuation import NoContinuation
 from toolgap.bench.recipes.overhead import Overhead
+from toolgap.bench.recipes.store import StoreBeside
 
 _ALL: tuple[Recipe[Any], ...] = (
     Matrix(),
@@ -19,6 +20,7 @@ _ALL: tuple[Recipe[Any], ...] = (
     Overhead(),
     ManyAgents(),
     Admission(),
+    StoreBeside(),
 )
 
 RECIPES = {recipe.name: recipe for recipe in _ALL}
