@@ -135,7 +135,8 @@ class Log:
         self._fd, self._position, self.bad_entries, self.entries = fd, ENTRY_BYTES, 0, 0
 
     def _read(self) -> Iterator[Entry]:
-        check, unpack = xxhash.xxh3_64_intdigest, _ENTRY.unpack_from
+        # Half of the time that a million of these takes is saved by not going through their constructors.
+        check, unpack, new = xxhash.xxh3_64_intdigest, _ENTRY.unpack_from, tuple.__new__
         while True:
             chunk = memoryview(os.pread(self._fd, _CHUNK_BYTES, self._position))
             whole = len(chunk) // ENTRY_BYTES * ENTRY_BYTES
@@ -149,7 +150,7 @@ class Log:
                 if kind is None or check(chunk[start : start + _CHECKED_BYTES]) != expected:
                     self.bad_entries += 1
                 else:
-                    yield Entry(kind, identity, Place(segment, offset, payload_bytes))
+                    yield new(Entry, (kind, identity, new(Place, (segment, offset, payload_bytes))))
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Append entries, all or none; under :meth:`locked`.

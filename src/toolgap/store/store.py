@@ -24,7 +24,7 @@ from toolgap.store.namespace import Namespace
 from toolgap.store.options import Options
 from toolgap.store.page import Page, memory
 from toolgap.store.reader import DAMAGE, Fault, Reader, Wanted, strips
-from toolgap.store.record import BLOCK_BYTES, KEY_BYTES, Place, identity
+from toolgap.store.record import BLOCK_BYTES, KEY_BYTES, Place, identities
 from toolgap.store.room import Room
 from toolgap.store.segments import key_at
 from toolgap.store.stats import Collected, Counters, StoreStats, Verified
@@ -85,17 +85,12 @@ class Store:
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Which of these pages the store holds, without looking at their bytes."""
         self._catalog.glance()
-        index, digest = self._catalog.index, self._digest
-        return [identity(digest, key.encode()) in index for key in keys]
+        return self._catalog.index.holds(identities(self._digest, keys))
 
     def leading(self, keys: Sequence[str]) -> int:
         """How many pages from the first on the store holds without a gap."""
-        self._catalog.glance()
-        index, digest = self._catalog.index, self._digest
-        for position, key in enumerate(keys):
-            if identity(digest, key.encode()) not in index:
-                return position
-        return len(keys)
+        held = self.exists(keys)
+        return held.index(False) if False in held else len(held)
 
     def stats(self) -> StoreStats:
         """A snapshot."""
@@ -122,22 +117,20 @@ class Store:
         started = time.perf_counter()
         self._catalog.glance()
         wanted: list[Wanted] = []
-        identities: dict[int, bytes] = {}
+        names = identities(self._digest, [page.key for page in pages])
         missed = sizes = 0
-        for number, page in enumerate(pages):
-            key = page.key.encode()
-            name = identity(self._digest, key)
+        for number, (page, name) in enumerate(zip(pages, names, strict=True)):
             place = self._catalog.index.get(name)
             if place is None:
                 missed += 1
             elif place.payload_bytes != sum(map(len, page.buffers)):
                 sizes += 1
             else:
-                wanted.append(Wanted(number, key, place, [buffer for buffer in page.buffers if buffer]))
-                identities[number] = name
-        faults = self._read(wanted, identities, cancel)
+                buffers = [buffer for buffer in page.buffers if buffer]
+                wanted.append(Wanted(number, page.key.encode(), place, buffers))
+        faults = self._read(wanted, names, cancel)
         right = [page for page in wanted if page.number not in faults]
-        self._catalog.use((identities[page.number], page.place) for page in right)
+        self._catalog.use((names[page.number], page.place) for page in right)
         self._counters.fail("size", sizes)
         self._counters.add(
             read_pages=len(right),
@@ -149,14 +142,14 @@ class Store:
         return [number in numbers for number in range(len(pages))]
 
     def _read(
-        self, wanted: Sequence[Wanted], identities: dict[int, bytes], cancel: threading.Event | None
+        self, wanted: Sequence[Wanted], names: Sequence[bytes], cancel: threading.Event | None
     ) -> dict[int, str]:
-        """Read them; returns the faults by number. Those that stay are set aside."""
+        """Read them; returns the faults by number, as which `names` are told too. Those that stay are set aside."""
         faults = self._reader.read(strips(wanted, self._options.strip_bytes), cancel)
         if faults:
             self._judge(
                 [
-                    (Entry(Kind.ASIDE, identities[page.number], page.place), faults[page.number])
+                    (Entry(Kind.ASIDE, names[page.number], page.place), faults[page.number])
                     for page in wanted
                     if page.number in faults
                 ]
@@ -202,14 +195,12 @@ class Store:
         started = time.perf_counter()
         held: dict[bytes, Place] = {}
         pending: dict[bytes, Pending] = {}
-        identities: list[bytes] = []
+        names = identities(self._digest, [page.key for page in pages])
         with self._write_lock:
             with self._catalog.lock:
                 self._catalog.refresh()
-            for number, page in enumerate(pages):
+            for number, (page, name) in enumerate(zip(pages, names, strict=True)):
                 key = page.key.encode()
-                name = identity(self._digest, key)
-                identities.append(name)
                 place = self._catalog.index.get(name)
                 if place is not None:
                     held[name] = place
@@ -221,7 +212,7 @@ class Store:
             written = self._writer.write(pending.values())
         self._catalog.use(held.items())
         self._counters.add(seconds=time.perf_counter() - started)
-        return [name in held or (name in pending and pending[name].number in written) for name in identities]
+        return [name in held or (name in pending and pending[name].number in written) for name in names]
 
     # --- Upkeep ----------------------------------------------------------------------------------
 
@@ -252,7 +243,7 @@ class Store:
             parts = [buffer[start : start + place.payload_bytes]] if place.payload_bytes else []
             wanted.append(Wanted(number, key, place, parts))
             start += place.record_bytes
-        faults = self._read(wanted, {number: name for number, (_, name) in enumerate(batch)}, None)
+        faults = self._read(wanted, [name for _, name in batch], None)
         for number, (place, name) in enumerate(batch):
             verified.checked_pages += 1
             verified.checked_bytes += place.payload_bytes
