@@ -16,10 +16,12 @@ import json
 import logging
 import mmap
 import os
+import platform
 import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -377,6 +379,41 @@ def resident_bytes() -> int:
 # --- Command line ----------------------------------------------------------------------------------
 
 
+def without_folders(arguments: Sequence[str]) -> list[str]:
+    """Less those that name paths of this machine."""
+    kept: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        if argument in ("--folder", "--output"):
+            next(left, None)
+        else:
+            kept.append(argument)
+    return kept
+
+
+def file_system(folder: Path) -> str:
+    """What kind it is, such as ext4."""
+    told = subprocess.run(
+        ["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or "unknown"
+
+
+def revision() -> str:
+    """The commit that is tried, with a plus if files differ from it."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            ["git", "diff", "--quiet", "HEAD", "--", "../src", "."], cwd=here, check=False
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.returncode else "")
+
+
 @contextlib.contextmanager
 def folder_of(given: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="toolgap-store-fuzz-", dir=given) as name:
@@ -405,6 +442,7 @@ def main() -> int:
     found = None
     result: dict[str, Any] = {}
     with folder_of(options.folder) as folder:
+        kind = file_system(folder)
         try:
             if options.what == "kill":
                 result = run_kills(folder, options.seed, options.times, tell)
@@ -415,7 +453,11 @@ def main() -> int:
         except FoundError as error:
             found = str(error)
     summary = {
-        "command": " ".join(["scripts/store_fuzz.py", *sys.argv[1:]]),
+        "revision": revision(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "command": " ".join(["scripts/store_fuzz.py", *without_folders(sys.argv[1:])]),
+        "file_system": kind,
         "seed": options.seed,
         "took_s": round(time.monotonic() - started, 1),
         "found": found,

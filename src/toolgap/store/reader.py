@@ -134,7 +134,7 @@ class Reader:
             self._active += 1
             self.idle.clear()
             self._requests.append(request)
-            self._work.notify(len(made))
+            self._work.notify_all()
         request.done.wait()
         with self._work:
             self._active -= 1
