@@ -438,7 +438,7 @@ def main() -> int:
         if sys.stderr.isatty():
             print(f"\r{number} rounds", end="", file=sys.stderr, flush=True)
 
-    started = time.monotonic()
+    started, tried = time.monotonic(), revision()
     found = None
     result: dict[str, Any] = {}
     with folder_of(options.folder) as folder:
@@ -453,7 +453,7 @@ def main() -> int:
         except FoundError as error:
             found = str(error)
     summary = {
-        "revision": revision(),
+        "revision": tried,
         "python": platform.python_version(),
         "kernel": platform.release(),
         "command": " ".join(["scripts/store_fuzz.py", *without_folders(sys.argv[1:])]),
