@@ -19,6 +19,7 @@ import os
 import platform
 import random
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,8 @@ def run_kills(folder: Path, seed: int, times: int, tell: Callable[[int], None]) 
         if number % 8 < 2:
             shutil.rmtree(path, ignore_errors=True)
         writers = [killed_writer(path, seed * 1_000_000 + number * 2 + which, options) for which in range(2)]
+        # Not before one of them has written something.
+        select.select([reading for _, reading in writers], [], [], 10)
         threading.Event().wait(chance.uniform(0.0, 0.06))
         acknowledged: list[str] = []
         for child, _ in writers:

@@ -8,6 +8,7 @@ import pytest
 from stores import NAMESPACE, SIZE, blanks, pages, read_right
 
 from toolgap.store.options import Options
+from toolgap.store.page import Page
 from toolgap.store.reader import Strip, Wanted, strips
 from toolgap.store.record import Place, record_bytes
 from toolgap.store.store import Store
@@ -128,3 +129,12 @@ def test_many_small_pieces_are_more_than_one_io(tmp_path: Path) -> None:
         store.write(pages(keys))
         assert all(store.read(blanks(keys, parts=64)))
         assert all(read_right(store, keys))
+
+
+def test_memory_that_cannot_be_written_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Store.open(tmp_path, NAMESPACE) as store:
+        store.write(pages(LARGE))
+        assert store.read([Page(LARGE[0], [memoryview(bytes(SIZE))])]) == [False]
+        assert store.stats().failures == {"failed": 1}
+        assert "1 pages were not read" in caplog.text
+        assert all(read_right(store, LARGE))

@@ -109,8 +109,14 @@ class Catalog:
     def _apply_tail(self) -> None:
         tail = self._log.tail()
         index = Index() if tail.is_anew else self.index
-        for entry in tail.entries:
-            index.apply(entry)
+        try:
+            for entry in tail.entries:
+                index.apply(entry)
+        except OSError:
+            if tail.is_anew:
+                # From the start again next time.
+                self._log.close()
+            raise
         self.index = index
         if self._is_gone:
             self._is_gone = False
@@ -138,9 +144,13 @@ class Catalog:
             with self._log.locked(wait=wait):
                 self._apply_tail()
                 self._log.append(entries)
-                self._apply_tail()
-                if self._log.entries > 2 * len(self.index) + _SPARE_ENTRIES:
-                    self._log.replace(self.index.entries())
+                try:
+                    self._apply_tail()
+                    # Whoever cannot wait for the lock has no time for this either.
+                    if wait and self._log.entries > 2 * len(self.index) + _SPARE_ENTRIES:
+                        self._log.replace(self.index.entries())
+                except OSError as error:
+                    self._counters.trouble(reason(error))
         except LogGoneError:
             self._lose()
             raise

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -16,6 +17,8 @@ from toolgap.store.files import lock_range, pread_all
 from toolgap.store.options import ReadPath
 from toolgap.store.record import BLOCK_BYTES, Place, filling, is_hole, payload_check, unpack
 from toolgap.store.segments import reason, segment_path
+
+_logger = logging.getLogger(__name__)
 
 _RECORDS = 256
 """The most records one I/O reads."""
@@ -38,6 +41,8 @@ class Fault(StrEnum):
     """There is nothing: it was evicted meanwhile, or never reached the disk."""
     EVICTED = "evicted"
     """It is being evicted."""
+    FAILED = "failed"
+    """The caller's memory cannot be read into, or there is a fault in the store: the log says which."""
     CANCELLED = "cancelled"
     """The read was cancelled, or the store closed, first."""
 
@@ -161,7 +166,12 @@ class Reader:
                 request.running += 1
                 if request.strips:
                     self._requests.append(request)
-            faults = self.read_strip(strip, scratch)
+            try:
+                faults = self.read_strip(strip, scratch)
+            except Exception:
+                # Memory that cannot be written, say. The thread goes on, and nobody waits for ever.
+                _logger.exception("toolgap store: %d pages were not read", len(strip.wanted))
+                faults = {page.number: Fault.FAILED for page in strip.wanted}
             with self._work:
                 request.faults.update(faults)
                 request.running -= 1

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 import xxhash
 
-from toolgap.store.files import lock_file, lock_range, punch, pwrite_all
+from toolgap.store.files import lock_file, lock_range, punch, pwrite_all, sync_folder
 from toolgap.store.namespace import Namespace
 from toolgap.store.record import BLOCK_BYTES, Header, Place, filling, unpack
 
@@ -143,6 +143,8 @@ class ActiveSegment:
             path.unlink(missing_ok=True)
             raise
         self.position = BLOCK_BYTES
+        self._folder = path.parent
+        self._is_named = False
 
     def is_removed(self) -> bool:
         """Whether somebody removed it: what is appended from then on is lost."""
@@ -170,12 +172,15 @@ class ActiveSegment:
             os.ftruncate(self._fd, position)
 
     def force(self) -> None:
-        """Have all of it on the disk.
+        """Have all of it on the disk, its name too.
 
         Raises:
             OSError: the disk says no.
         """
         os.fdatasync(self._fd)
+        if not self._is_named:
+            sync_folder(self._folder)
+            self._is_named = True
 
     def close(self) -> None:
         """Unlock it: from now on it is nobody's."""

@@ -93,17 +93,16 @@ class Store:
         return held.index(False) if False in held else len(held)
 
     def stats(self) -> StoreStats:
-        """A snapshot."""
-        with self._catalog.lock:
-            self._catalog.refresh()
-            index = self._catalog.index
-            return msgspec.structs.replace(
-                self._counters.snapshot(),
-                pages=len(index),
-                page_bytes=index.page_bytes,
-                used_bytes=index.used_bytes,
-                aside_pages=len(index.aside),
-            )
+        """A snapshot; it waits for nothing."""
+        self._catalog.glance()
+        index = self._catalog.index
+        return msgspec.structs.replace(
+            self._counters.snapshot(),
+            pages=len(index),
+            page_bytes=index.page_bytes,
+            used_bytes=index.used_bytes,
+            aside_pages=len(index.aside),
+        )
 
     # --- Reading ---------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class Writer:
                 failure = failure or error
                 active.back_to(start)
                 written = []
+                # Some process may have seen them named: nothing else is ever written where they were.
+                self.retire()
         if failure is None:
             self._counters.trouble(None)
         else:
