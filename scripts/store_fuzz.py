@@ -310,11 +310,13 @@ def run_together(work: Sequence[Callable[[], object]]) -> None:
         raise failures[0]
 
 
-def run_fuzz(folder: Path, seed: int, seconds: float, tell: Callable[[int], None]) -> dict[str, Any]:
+def run_fuzz(
+    folder: Path, seed: int, seconds: float, rounds: int | None, tell: Callable[[int], None]
+) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     until = time.monotonic() + seconds
     number = 0
-    while time.monotonic() < until:
+    while number != rounds and time.monotonic() < until:
         path = folder / f"round-{number}"
         try:
             fuzz_round(path, seed + number, counts)
@@ -428,6 +430,7 @@ def main() -> int:
     parser.add_argument("what", choices=["kill", "fuzz", "open"])
     parser.add_argument("--times", type=int, default=1000, help="rounds of two kills")
     parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--rounds", type=int, help="end after so many, if the seconds have not passed")
     parser.add_argument("--pages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -450,7 +453,7 @@ def main() -> int:
             if options.what == "kill":
                 result = run_kills(folder, options.seed, options.times, tell)
             elif options.what == "fuzz":
-                result = run_fuzz(folder, options.seed, options.seconds, tell)
+                result = run_fuzz(folder, options.seed, options.seconds, options.rounds, tell)
             else:
                 result = run_open(folder, options.pages)
         except FoundError as error:
