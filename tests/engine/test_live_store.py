@@ -174,8 +174,11 @@ def test_a_folder_that_is_gone_costs_the_read_alone(server: Server, prompt: Prom
     path.rename(path.with_name("elsewhere"))
 
     outcome = restored(server, prefix)
-    assert outcome.state in (State.MISS, State.PARTIAL)
-    assert outcome.read_tokens == 0
+    assert (outcome.state, outcome.reason, outcome.read_tokens) == (
+        State.FAILED,
+        Reason.STORAGE_READ_FAILED,
+        0,
+    )
     answer = server.generate(continuation, tokens=8)
     assert (answer.sources, answer.output_ids) == ((0, 0, 0), expected)
     assert restored(server, prompt(TOKENS)).state is State.MISS

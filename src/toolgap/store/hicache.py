@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -24,9 +23,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 from toolgap.store import config as configuration
 from toolgap.store import stopping
 from toolgap.store.errors import StoreError
+from toolgap.store.hits import ends_with
 from toolgap.store.hostpages import HostPages
 from toolgap.store.identity import key_suffix, namespace
-from toolgap.store.metrics import StoreMetrics
+from toolgap.store.metrics import LABELS, StoreMetrics
 from toolgap.store.store import Page, Store, memory
 
 logger = logging.getLogger(__name__)
@@ -286,23 +286,6 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
             self._metrics.show(store.stats())
 
 
-def ends_with(policy: PoolHitPolicy, held: Sequence[bool], window_pages: int) -> set[int]:
-    """Lengths in pages of the prefixes that one pool allows.
-
-    Args:
-        policy: Which of a prefix's pages the pool must hold.
-        held: Which pages it holds.
-        window_pages: For ``TRAILING_PAGES``: how many at the end; at least one.
-    """
-    if policy == PoolHitPolicy.ALL_PAGES:
-        whole = list(held).index(False) if False in held else len(held)
-        return set(range(1, whole + 1))
-    if policy == PoolHitPolicy.TRAILING_PAGES:
-        window_pages = max(1, window_pages)
-        return {end for end in range(1, len(held) + 1) if all(held[max(0, end - window_pages) : end])}
-    raise ValueError(f"unknown hit policy {policy}")
-
-
 @functools.cache
 def _registered(labels: tuple[tuple[str, str], ...]) -> StoreMetrics:
     """One a process: a backend that is attached anew goes on counting there."""
@@ -312,8 +295,7 @@ def _registered(labels: tuple[tuple[str, str], ...]) -> StoreMetrics:
 def _metrics_of(storage: HiCacheStorageConfig) -> StoreMetrics | None:
     if not storage.enable_storage_metrics:
         return None
-    ranks = {"tp_rank": storage.tp_rank, "pp_rank": storage.pp_rank, "dp_rank": storage.dp_rank}
-    metrics = _registered(tuple((name, str(rank)) for name, rank in ranks.items()))
+    metrics = _registered(tuple((name, str(getattr(storage, name))) for name in LABELS))
     metrics.anew()
     return metrics
 

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "sglang:hicache_store_"
 
+LABELS = ("tp_rank", "pp_rank", "dp_rank")
+"""Of every metric."""
+
 
 class Definition(NamedTuple):
     """One metric, and the field of :class:`StoreStats` that it shows."""
