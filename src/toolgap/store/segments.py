@@ -258,7 +258,8 @@ class Idle:
                 fd = os.open(segment_path(folder, segment), os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 continue
-            if lock_file(fd):
+            # Another may have removed it between the two calls; from now on nobody does.
+            if lock_file(fd) and os.fstat(fd).st_nlink:
                 self._fds[segment] = fd
             else:
                 os.close(fd)
