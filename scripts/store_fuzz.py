@@ -16,10 +16,13 @@ import json
 import logging
 import mmap
 import os
+import platform
 import random
 import resource
+import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -113,17 +116,19 @@ def killed_writer(path: Path, seed: int, options: Options) -> tuple[int, int]:
 def run_kills(folder: Path, seed: int, times: int, tell: Callable[[int], None]) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     chance = random.Random(seed)
-    path = folder / "kills"
     for number in range(times):
         limited = number % 2 == 1
+        path = folder / ("limited" if limited else "unlimited")
         options = Options(
             limit_bytes=2_000_000 if limited else None,
             segment_bytes=chance.choice([100_000, 10_000_000]),
             fsync=Fsync.BATCH if number % 10 == 0 else Fsync.NONE,
         )
-        if number % 8 == 0:
+        if number % 8 < 2:
             shutil.rmtree(path, ignore_errors=True)
         writers = [killed_writer(path, seed * 1_000_000 + number * 2 + which, options) for which in range(2)]
+        # Not before one of them has written something.
+        select.select([reading for _, reading in writers], [], [], 10)
         threading.Event().wait(chance.uniform(0.0, 0.06))
         acknowledged: list[str] = []
         for child, _ in writers:
@@ -218,6 +223,11 @@ def fuzz_round(path: Path, seed: int, counts: Counter[str]) -> None:
         return chance.sample(keys, chance.randint(1, 12))
 
     def reopened(which: int) -> None:
+        stats = stores[which].stats()
+        counts["pages read right"] += stats.read_pages
+        counts["pages set aside"] += stats.damaged_pages
+        for reason, pages in stats.failures.items():
+            counts[f"not read or written: {reason}"] += pages
         stores[which].close()
         try:
             stores[which] = Store.open(path, NAMESPACE, options())
@@ -273,9 +283,6 @@ def fuzz_round(path: Path, seed: int, counts: Counter[str]) -> None:
                 written = store.write(to_write(keys[:4]))
                 if not all(written) or not all(read(store, keys[:4])):
                     raise FoundError(f"it takes no pages any more: {store.stats()}")
-        for store in stores:
-            for reason, pages in store.stats().failures.items():
-                counts[f"not read or written: {reason}"] += pages
     finally:
         for store in stores:
             store.close()
@@ -303,11 +310,13 @@ def run_together(work: Sequence[Callable[[], object]]) -> None:
         raise failures[0]
 
 
-def run_fuzz(folder: Path, seed: int, seconds: float, tell: Callable[[int], None]) -> dict[str, Any]:
+def run_fuzz(
+    folder: Path, seed: int, seconds: float, rounds: int | None, tell: Callable[[int], None]
+) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     until = time.monotonic() + seconds
     number = 0
-    while time.monotonic() < until:
+    while number != rounds and time.monotonic() < until:
         path = folder / f"round-{number}"
         try:
             fuzz_round(path, seed + number, counts)
@@ -375,6 +384,41 @@ def resident_bytes() -> int:
 # --- Command line ----------------------------------------------------------------------------------
 
 
+def without_folders(arguments: Sequence[str]) -> list[str]:
+    """Less those that name paths of this machine."""
+    kept: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        if argument in ("--folder", "--output"):
+            next(left, None)
+        else:
+            kept.append(argument)
+    return kept
+
+
+def file_system(folder: Path) -> str:
+    """What kind it is, such as ext4."""
+    told = subprocess.run(
+        ["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or "unknown"
+
+
+def revision() -> str:
+    """The commit that is tried, with a plus if files differ from it."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            ["git", "diff", "--quiet", "HEAD", "--", "../src", "."], cwd=here, check=False
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changed.returncode else "")
+
+
 @contextlib.contextmanager
 def folder_of(given: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="toolgap-store-fuzz-", dir=given) as name:
@@ -386,6 +430,7 @@ def main() -> int:
     parser.add_argument("what", choices=["kill", "fuzz", "open"])
     parser.add_argument("--times", type=int, default=1000, help="rounds of two kills")
     parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--rounds", type=int, help="end after so many, if the seconds have not passed")
     parser.add_argument("--pages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -399,21 +444,26 @@ def main() -> int:
         if sys.stderr.isatty():
             print(f"\r{number} rounds", end="", file=sys.stderr, flush=True)
 
-    started = time.monotonic()
+    started, tried = time.monotonic(), revision()
     found = None
     result: dict[str, Any] = {}
     with folder_of(options.folder) as folder:
+        kind = file_system(folder)
         try:
             if options.what == "kill":
                 result = run_kills(folder, options.seed, options.times, tell)
             elif options.what == "fuzz":
-                result = run_fuzz(folder, options.seed, options.seconds, tell)
+                result = run_fuzz(folder, options.seed, options.seconds, options.rounds, tell)
             else:
                 result = run_open(folder, options.pages)
         except FoundError as error:
             found = str(error)
     summary = {
-        "command": " ".join(["scripts/store_fuzz.py", *sys.argv[1:]]),
+        "revision": tried,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "command": " ".join(["scripts/store_fuzz.py", *without_folders(sys.argv[1:])]),
+        "file_system": kind,
         "seed": options.seed,
         "took_s": round(time.monotonic() - started, 1),
         "found": found,

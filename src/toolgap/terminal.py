@@ -48,6 +48,8 @@ FAILURES: dict[str, str] = {
     "bench run": "the run could not go on",
     "bench report": "the folder holds no run",
     "bench figures": "the folder holds no run",
+    "store verify": "a page is damaged, or could not be read",
+    "store import": "a page could not be read or written",
     "bench verify": "a run does not agree with its trials",
 }
 """What :attr:`Exit.FAILED` says, by command; no other command ends with it."""

@@ -187,7 +187,7 @@ def test_a_page_that_is_being_read_is_spared(tmp_path: Path) -> None:
 
     with Store.open(tmp_path, NAMESPACE, Options(limit_bytes=2 * RECORD)) as store:
         store.write(pages(["k0", "k1"]))
-        place = min(place for _, place in store._index.pages())
+        place = min(place for _, place in store._catalog.index.pages())
         reading = os.open(segment_path(tmp_path, place.segment), os.O_RDONLY)
         assert lock_range(reading, place.offset, place.record_bytes, exclusive=False)
         store.write(pages(["k2"]))
@@ -216,11 +216,11 @@ def test_two_stores_on_one_path_see_each_other(tmp_path: Path) -> None:
         assert two.stats().written_pages == 1
         assert one.stats().used_bytes == two.stats().used_bytes == 2 * RECORD
         # A use that one logged counts in the other's eviction.
-        one._flush_touches(wait=True)
-        two._flush_touches(wait=True)
+        one._catalog.tell_uses(wait=True)
+        two._catalog.tell_uses(wait=True)
         read_right(one, ["k0"])
-        one._flush_touches(wait=True)
-        two._evict(RECORD)
+        one._catalog.tell_uses(wait=True)
+        two._room.evict(RECORD)
         assert one.exists(["k0", "k1"]) == [True, False]
 
 
@@ -230,7 +230,7 @@ def test_the_first_of_two_puts_of_one_page_stands(tmp_path: Path) -> None:
     with Store.open(tmp_path, NAMESPACE) as one, Store.open(tmp_path, NAMESPACE) as two:
         one.write(pages(["k0"]))
         # As if two had looked a moment earlier.
-        with mock.patch.object(two, "_refresh"):
+        with mock.patch.object(two._catalog, "refresh"):
             assert two.write(pages(["k0"])) == [True]
         assert two.stats().written_pages == 0
         assert one.stats().used_bytes == two.stats().used_bytes == RECORD
@@ -240,12 +240,12 @@ def test_the_first_of_two_puts_of_one_page_stands(tmp_path: Path) -> None:
 def test_the_log_is_written_anew_before_it_grows_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolgap.store.store._SPARE_ENTRIES", 8)
+    monkeypatch.setattr("toolgap.store.catalog._SPARE_ENTRIES", 8)
     with Store.open(tmp_path, NAMESPACE) as one, Store.open(tmp_path, NAMESPACE) as two:
         one.write(pages(KEYS))
         for _ in range(20):
             read_right(one, ["k0"])
-            one._flush_touches(wait=True)
+            one._catalog.tell_uses(wait=True)
         assert (tmp_path / "index.log").stat().st_size <= 64 * (2 * 12 + 8 + 2)
         assert all(read_right(two, KEYS))
         two.write(pages(["more"]))
@@ -298,7 +298,7 @@ def test_a_write_steps_aside_for_reads_but_not_for_ever(store: Store) -> None:
 
 
 def test_errors_are_named(tmp_path: Path) -> None:
-    from toolgap.store.reader import reason
+    from toolgap.store.segments import reason
 
     assert reason(OSError(errno.ENOSPC, "full")) == "ENOSPC"
     assert reason(OSError("odd")) == "unknown"

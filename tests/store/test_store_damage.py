@@ -80,7 +80,7 @@ def test_no_bit_of_the_index_may_flip(fast_path: Path) -> None:
             assert read_right(store, KEYS, SIZE) == [True] * 3, f"bit {bit}"
             assert store.stats().damaged_pages == 0
     with Store.open(fast_path) as store:
-        assert store._log.bad_entries == 0
+        assert store._catalog._log.bad_entries == 0
 
 
 def test_no_bit_of_the_label_may_flip(fast_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_index_cut_at_every_byte(fast_path: Path) -> None:
             assert all(store.write(pages(KEYS, SIZE)))
         with Store.open(fast_path / "cut") as store:
             assert all(read_right(store, KEYS, SIZE))
-            assert store._log.bad_entries == 0
+            assert store._catalog._log.bad_entries == 0
         shutil.rmtree(fast_path / "cut")
 
 

@@ -110,12 +110,12 @@ class Together(RuleBasedStateMachine):
 
     @rule(which=stores)
     def compact(self, which: int) -> None:
-        self.stores[which]._replace_log(lost=False)
+        self.stores[which]._catalog.rewrite()
 
     @rule(which=stores, key=st.sampled_from(KEYS), bit=st.integers(0, (BLOCK_BYTES + SIZE) * 8 - 1))
     def damage(self, which: int, key: str, bit: int) -> None:
         store = self.stores[which]
-        place = store._index.get(identity(NAMESPACE.digest(), key.encode()))
+        place = store._catalog.index.get(identity(NAMESPACE.digest(), key.encode()))
         if place is None:
             return
         fd = os.open(segment_path(self.path, place.segment), os.O_RDWR)

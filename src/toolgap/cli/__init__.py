@@ -8,6 +8,7 @@ import typer
 
 from toolgap.bench.cli import app as bench
 from toolgap.cli import demo, doctor, operations, serve, version, watch
+from toolgap.cli.store import app as store
 from toolgap.hooks.cli import app as hooks
 from toolgap.prefixes.cli import check_prefix
 from toolgap.terminal import EXITS
@@ -37,3 +38,4 @@ for command in COMMANDS:
     app.command()(command)
 app.add_typer(bench)
 app.add_typer(hooks)
+app.add_typer(store)

@@ -136,3 +136,4 @@ def _write_label(path: Path, namespace: Namespace) -> None:
         os.close(fd)
     draft.replace(label)
     sync_folder(path)
+    sync_folder(path.parent)

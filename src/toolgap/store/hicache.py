@@ -4,7 +4,6 @@ SGLang calls it from its storage threads: one that asks which pages are there, o
 """
 
 import functools
-import hashlib
 import logging
 import threading
 import time
@@ -26,7 +25,7 @@ from toolgap.store import stopping
 from toolgap.store.errors import StoreError
 from toolgap.store.hits import ends_with
 from toolgap.store.hostpages import HostPages
-from toolgap.store.identity import namespace, shard
+from toolgap.store.identity import key_suffix, namespace
 from toolgap.store.metrics import LABELS, StoreMetrics
 from toolgap.store.store import Page, Store, memory
 
@@ -240,8 +239,9 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
     def _add_pool(self, name: Any, pool: HostPages) -> None:
         self._pools[str(name)] = pool
         replicated = self._storage.is_mla_model and name != PoolName.MAMBA
-        form = hashlib.sha256(pool.describe().encode()).hexdigest()[:8]
-        self._suffixes[str(name)] = f".{name}.{form}.{shard(self._storage, replicated=replicated)}"
+        self._suffixes[str(name)] = key_suffix(
+            self._storage, str(name), pool.describe(), replicated=replicated
+        )
 
     def _usable(self) -> Store | None:
         return None if self._closed_for else self._store

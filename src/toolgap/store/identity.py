@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolgap.store.errors import StoreError
+from toolgap.store.keys import suffix
 from toolgap.store.namespace import Namespace
 from toolgap.store.weights import fingerprint
 
@@ -42,15 +43,23 @@ def namespace(
     )
 
 
-def shard(storage: Any, *, replicated: bool) -> str:
-    """What tells the page of this rank from those of the others.
+def key_suffix(storage: Any, pool: str, description: str, *, replicated: bool) -> str:
+    """What tells the page of this rank and pool from those of the others.
 
     Args:
         storage: SGLang's ``HiCacheStorageConfig``.
+        pool: Its name there.
+        description: What decides the bytes of its pages.
         replicated: Whether all tensor-parallel ranks hold the same bytes.
     """
-    tensor = "all" if replicated else storage.tp_rank
-    return f"tp{tensor}-pp{storage.pp_rank}-cp{storage.attn_cp_rank}-dcp{storage.dcp_rank}"
+    return suffix(
+        pool,
+        description,
+        tensor="all" if replicated else storage.tp_rank,
+        pipeline=storage.pp_rank,
+        context=storage.attn_cp_rank,
+        decode=storage.dcp_rank,
+    )
 
 
 def _server_arguments() -> Any:

@@ -6,11 +6,11 @@ log (:mod:`toolgap.store.log`), and so holds the same index.
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from toolgap.store.record import Place
+from toolgap.store.record import Place, record_bytes
 
 
 class Kind(IntEnum):
@@ -51,6 +51,11 @@ class Index:
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._pages
+
+    def holds(self, identities: Iterable[bytes]) -> list[bool]:
+        """Which of them it has."""
+        pages = self._pages
+        return [identity in pages for identity in identities]
 
     def get(self, identity: bytes) -> Place | None:
         """Where a page lies."""
@@ -121,9 +126,9 @@ class Index:
         return True
 
     def _count(self, place: Place, records: int) -> None:
-        self._records[place.segment] += records
-        self.used_bytes += records * place.record_bytes
-        if not self._records[place.segment]:
+        left = self._records[place.segment] = self._records[place.segment] + records
+        self.used_bytes += records * record_bytes(place.payload_bytes)
+        if not left:
             del self._records[place.segment]
 
     def check_integrity(self) -> None:

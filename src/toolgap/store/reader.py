@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -15,7 +16,9 @@ from toolgap.store import pagecache
 from toolgap.store.files import lock_range, pread_all
 from toolgap.store.options import ReadPath
 from toolgap.store.record import BLOCK_BYTES, Place, filling, is_hole, payload_check, unpack
-from toolgap.store.segments import segment_path
+from toolgap.store.segments import reason, segment_path
+
+_logger = logging.getLogger(__name__)
 
 _RECORDS = 256
 """The most records one I/O reads."""
@@ -38,13 +41,10 @@ class Fault(StrEnum):
     """There is nothing: it was evicted meanwhile, or never reached the disk."""
     EVICTED = "evicted"
     """It is being evicted."""
+    FAILED = "failed"
+    """The caller's memory cannot be read into, or there is a fault in the store: the log says which."""
     CANCELLED = "cancelled"
     """The read was cancelled, or the store closed, first."""
-
-
-def reason(error: OSError) -> str:
-    """What a system's error is counted as: its name, such as ``EIO``."""
-    return errno.errorcode.get(error.errno or 0, "unknown")
 
 
 DAMAGE = frozenset({Fault.HEADER, Fault.CHECKSUM, Fault.TRUNCATED, Fault.HOLE, "EIO", "ENOENT"})
@@ -139,7 +139,7 @@ class Reader:
             self._active += 1
             self.idle.clear()
             self._requests.append(request)
-            self._work.notify(len(made))
+            self._work.notify_all()
         request.done.wait()
         with self._work:
             self._active -= 1
@@ -166,7 +166,12 @@ class Reader:
                 request.running += 1
                 if request.strips:
                     self._requests.append(request)
-            faults = self.read_strip(strip, scratch)
+            try:
+                faults = self.read_strip(strip, scratch)
+            except Exception:
+                # Memory that cannot be written, say. The thread goes on, and nobody waits for ever.
+                _logger.exception("toolgap store: %d pages were not read", len(strip.wanted))
+                faults = {page.number: Fault.FAILED for page in strip.wanted}
             with self._work:
                 request.faults.update(faults)
                 request.running -= 1

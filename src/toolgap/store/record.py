@@ -33,7 +33,7 @@ class Place(NamedTuple):
     @property
     def record_bytes(self) -> int:
         """Header, payload and filling."""
-        return BLOCK_BYTES + self.payload_bytes + filling(self.payload_bytes)
+        return record_bytes(self.payload_bytes)
 
     @property
     def end(self) -> int:
@@ -57,9 +57,20 @@ def filling(payload_bytes: int) -> int:
     return -payload_bytes % BLOCK_BYTES
 
 
+def record_bytes(payload_bytes: int) -> int:
+    """Of a page's header, payload and filling."""
+    return BLOCK_BYTES - payload_bytes // -BLOCK_BYTES * BLOCK_BYTES
+
+
 def identity(namespace: bytes, key: bytes) -> bytes:
     """What the index knows a page by. Two pages that share one by chance are told apart by their headers."""
     return xxhash.xxh3_128_digest(namespace + key)
+
+
+def identities(namespace: bytes, keys: Iterable[str]) -> list[bytes]:
+    """:func:`identity` of many keys."""
+    digest = xxhash.xxh3_128_digest
+    return [digest(namespace + key.encode()) for key in keys]
 
 
 def payload_check(namespace: bytes, key: bytes, buffers: Iterable[memoryview]) -> bytes:

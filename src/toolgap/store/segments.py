@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 import xxhash
 
-from toolgap.store.files import lock_file, lock_range, punch, pwrite_all
+from toolgap.store.files import lock_file, lock_range, punch, pwrite_all, sync_folder
 from toolgap.store.namespace import Namespace
 from toolgap.store.record import BLOCK_BYTES, Header, Place, filling, unpack
 
@@ -26,6 +26,11 @@ _CHECK_AT = BLOCK_BYTES - 16
 NAMESPACE_BYTES = _CHECK_AT - _FIELDS.size
 """The longest namespace, encoded."""
 _FILLING = memoryview(bytes(BLOCK_BYTES))
+
+
+def reason(error: OSError) -> str:
+    """What a system's error is counted as: its name, such as ``EIO``."""
+    return errno.errorcode.get(error.errno or 0, "unknown")
 
 
 def segment_path(folder: Path, segment: int) -> Path:
@@ -138,6 +143,8 @@ class ActiveSegment:
             path.unlink(missing_ok=True)
             raise
         self.position = BLOCK_BYTES
+        self._folder = path.parent
+        self._is_named = False
 
     def is_removed(self) -> bool:
         """Whether somebody removed it: what is appended from then on is lost."""
@@ -147,16 +154,16 @@ class ActiveSegment:
         """Where a page would be written."""
         return Place(self.segment, self.position, payload_bytes)
 
-    def append(self, header: bytes, buffers: Sequence[memoryview], payload_bytes: int) -> None:
+    def append(self, header: bytes, buffers: Sequence[memoryview], place: Place) -> None:
         """Write a record at :meth:`next_place`.
 
         Raises:
             OSError: the disk says no; a part may have been written.
         """
-        end = filling(payload_bytes)
+        end = filling(place.payload_bytes)
         parts = [memoryview(header), *buffers, *([_FILLING[:end]] if end else [])]
-        pwrite_all(self._fd, parts, self.position)
-        self.position += BLOCK_BYTES + payload_bytes + end
+        pwrite_all(self._fd, parts, place.offset)
+        self.position = place.end
 
     def back_to(self, position: int) -> None:
         """Give up what was appended from there on, whole or torn."""
@@ -165,12 +172,15 @@ class ActiveSegment:
             os.ftruncate(self._fd, position)
 
     def force(self) -> None:
-        """Have all of it on the disk.
+        """Have all of it on the disk, its name too.
 
         Raises:
             OSError: the disk says no.
         """
         os.fdatasync(self._fd)
+        if not self._is_named:
+            sync_folder(self._folder)
+            self._is_named = True
 
     def close(self) -> None:
         """Unlock it: from now on it is nobody's."""
