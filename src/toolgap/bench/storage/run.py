@@ -35,13 +35,16 @@ def play(
         deadline_s: By :func:`time.monotonic`; no trial begins after it.
         say: Told what goes on.
     """
-    for page_tokens in setup.page_tokens:
+    for position, page_tokens in enumerate(setup.page_tokens):
+        # Sizes get equal shares of what time is left.
+        now_s = time.monotonic()
+        ends_s = now_s + (deadline_s - now_s) / (len(setup.page_tokens) - position)
         count = setup.total_bytes // (page_tokens * TOKEN_BYTES)
         pages = Pages.random(page_tokens, count, setup.seed)
         target = Target(host_pool(page_tokens, count), page_tokens, count, setup.seed)
         folders: dict[str, Path] = {}
         for contender in contenders:
-            if contender.data in folders or time.monotonic() > deadline_s:
+            if contender.data in folders:
                 continue
             folders[contender.data] = folder = work / f"{page_tokens}-{len(folders)}"
             folder.mkdir(parents=True)
@@ -58,10 +61,12 @@ def play(
             )
         for number in range(setup.rounds):
             order = [(contender, cache) for contender in contenders for cache in contender.caches]
+            if time.monotonic() > ends_s:
+                say(f"the time is up before round {number} of pages of {page_tokens} tokens")
+                break
             random.Random(f"{setup.seed}/{page_tokens}/{number}").shuffle(order)  # noqa: S311 - to be repeatable
             for contender, cache in order:
-                if time.monotonic() > deadline_s:
-                    say("the deadline is near: stopping")
+                if time.monotonic() > ends_s:
                     break
                 reading = measure(contender, cache, folders[contender.data], pages, target, number)
                 log.add(reading)
