@@ -70,11 +70,8 @@ def play(
                     break
                 reading = measure(contender, cache, folders[contender.data], pages, target, number)
                 log.add(reading)
-                speed = pages.total_bytes / reading.read_s / 1e9
-                say(
-                    f"{pages.page_bytes / 1e6:.2f} MB, round {number}, {cache}: {contender.name}: "
-                    f"{speed:.2f} GB/s{f' ({reading.error})' if reading.error else ''}"
-                )
+                found = reading.error or f"{pages.total_bytes / reading.read_s / 1e9:.2f} GB/s"
+                say(f"{pages.page_bytes / 1e6:.2f} MB, round {number}, {cache}: {contender.name}: {found}")
         for folder in folders.values():
             shutil.rmtree(folder)
 
@@ -85,24 +82,24 @@ def measure(
     """One reading of all pages."""
     files = contender.files(folder)
     target.clear()
-    if cache == "cold":
-        pagecache.drop(files)
-    else:
-        pagecache.warm(files)
-    share = pagecache.resident_share(files)
-    opened: AbstractContextManager[Read] = (
-        contender.in_cache(folder, pages, cold=cache == "cold")
-        if isinstance(contender, Sequential)
-        else contender.opened(folder, pages, target)
-    )
-    error = None
-    with opened as read:
-        cpu, began = time.process_time(), time.perf_counter()
-        try:
+    error, read_s, cpu_s = None, 0.0, 0.0
+    try:
+        if cache == "cold":
+            pagecache.drop(files)
+        else:
+            pagecache.warm(files)
+        share = pagecache.resident_share(files)
+        opened: AbstractContextManager[Read] = (
+            contender.in_cache(folder, pages, cold=cache == "cold")
+            if isinstance(contender, Sequential)
+            else contender.opened(folder, pages, target)
+        )
+        with opened as read:
+            cpu, began = time.process_time(), time.perf_counter()
             read()
-        except OSError as failed:
-            error = str(failed)
-        read_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+            read_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    except (OSError, pagecache.PageCacheError) as failed:
+        error, share = str(failed), 0.0
     # The raw read has a buffer of its own, and has looked at it.
     if error is None and not isinstance(contender, Sequential) and not target.holds(pages):
         error = "the pages in the host pool are not those that were written"
