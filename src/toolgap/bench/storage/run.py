@@ -41,7 +41,7 @@ def play(
         ends_s = now_s + (deadline_s - now_s) / (len(setup.page_tokens) - position)
         count = setup.total_bytes // (page_tokens * TOKEN_BYTES)
         pages = Pages.random(page_tokens, count, setup.seed)
-        target = Target(host_pool(page_tokens, count), page_tokens, count, setup.seed)
+        target = Target(host_pool(page_tokens, count, pinned=setup.pinned), page_tokens, count, setup.seed)
         folders: dict[str, Path] = {}
         for contender in contenders:
             if contender.data in folders:
