@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from toolgap.store.stockpages import Layout
 from toolgap.terminal import Exit, Json, fail, guarded, print_json, say
 
 if TYPE_CHECKING:
@@ -158,11 +159,18 @@ def import_(
         Path,
         typer.Argument(metavar="FOLDER", help="The folder of SGLang's file backend.", show_default=False),
     ],
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            help="The --hicache-mem-layout of the server that wrote the files; layer_first if it had none.",
+            show_default=False,
+        ),
+    ],
     vouch: Annotated[
         bool,
         typer.Option(
             "--vouch",
-            help="The files were written with the weights, KV dtype, layout and page size that the store names.",
+            help="The files were written with the weights, KV dtype and page size that the store names.",
         ),
     ] = False,
     as_json: Json = False,
@@ -177,14 +185,14 @@ def import_(
         if not vouch:
             fail(
                 Exit.USAGE,
-                f"files of SGLang's file backend do not tell their weights, KV dtype, layout and page size. If they "
-                f"are {namespace.weights}, {namespace.dtype}, {namespace.layout} and {namespace.page_size_tokens} "
-                "tokens, say --vouch; if not, the server would give wrong answers from them",
+                f"files of SGLang's file backend do not tell their weights, KV dtype and page size. If they are "
+                f"{namespace.weights}, {namespace.dtype} and {namespace.page_size_tokens} tokens, say --vouch; if "
+                "not, the server would give wrong answers from them",
             )
         from toolgap.store.stock import import_folder
 
         with _progress("Importing") as progress:
-            imported = import_folder(opened, folder, progress)
+            imported = import_folder(opened, folder, layout, progress)
         failures = opened.stats().failures
     if as_json:
         print_json({**msgspec.structs.asdict(imported), "failures": failures})

@@ -1,7 +1,7 @@
 """Pages from the folder of SGLang's own file backend.
 
 Its files hold a page's bytes and nothing else. Their names tell the page's hash, the model's name and the rank;
-weights, dtype, layout and page size are told nowhere: whoever imports them vouches that they are those of the store.
+weights, dtype, layout and page size are told nowhere: whoever imports them says the layout, and vouches for the rest.
 """
 
 import re
@@ -17,6 +17,7 @@ from toolgap.store.errors import StoreError
 from toolgap.store.keys import suffix
 from toolgap.store.namespace import Namespace
 from toolgap.store.page import Page
+from toolgap.store.stockpages import Layout, PageForm
 from toolgap.store.store import Store
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -43,15 +44,22 @@ class _Found(NamedTuple):
     size_bytes: int
 
 
-def import_folder(store: Store, folder: Path, progress: Callable[[int, int], None] | None = None) -> Imported:
+def import_folder(
+    store: Store, folder: Path, layout: Layout, progress: Callable[[int, int], None] | None = None
+) -> Imported:
     """Write the pages of a file backend's folder into a store; those written last are the last to be evicted.
 
-    `progress` is called with the bytes that are done, and those there are in all.
+    Args:
+        store: Where to.
+        folder: Where from; its files stay.
+        layout: That of the server that wrote them.
+        progress: Called with the bytes that are done, and those there are in all.
 
     Raises:
-        StoreError: the folder cannot be read, or the store's parallel shape is one whose files are not known.
+        StoreError: the folder cannot be read, or the store's pages or parallel shape are such that files of them are
+            not known.
     """
-    keys = _Keys(store.namespace)
+    keys, form = _Keys(store.namespace), PageForm.of(store.namespace)
     imported = Imported()
     try:
         files = [(path.stat(), path) for path in folder.iterdir() if path.suffix == ".bin"]
@@ -70,14 +78,14 @@ def import_folder(store: Store, folder: Path, progress: Callable[[int, int], Non
     imported.odd_files = len(pages) - len(whole)
     total, done = sum(page.size_bytes for page in whole), 0
     for batch in batches(whole, lambda page: page.size_bytes):
-        _import(store, batch, imported)
+        _import(store, batch, form, layout, imported)
         done += sum(page.size_bytes for page in batch)
         if progress is not None:
             progress(done, total)
     return imported
 
 
-def _import(store: Store, batch: list[_Found], imported: Imported) -> None:
+def _import(store: Store, batch: list[_Found], form: PageForm, layout: Layout, imported: Imported) -> None:
     held = store.exists([page.key for page in batch])
     imported.held_pages += sum(held)
     pages: list[Page] = []
@@ -88,10 +96,15 @@ def _import(store: Store, batch: list[_Found], imported: Imported) -> None:
             content = bytearray(found.path.read_bytes())
         except OSError:
             content = bytearray()
-        if len(content) == found.size_bytes:
-            pages.append(Page(found.key, [memoryview(content)]))
-        else:
+        if len(content) != found.size_bytes:
             imported.failed_pages += 1
+            continue
+        try:
+            page = form.from_layout(layout, content)
+        except ValueError:
+            imported.odd_files += 1
+        else:
+            pages.append(Page(found.key, [memoryview(page)]))
     written = store.write(pages)
     imported.imported_pages += sum(written)
     imported.failed_pages += written.count(False)
