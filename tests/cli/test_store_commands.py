@@ -181,3 +181,10 @@ def test_import_refuses_pages_whose_order_it_does_not_know(tmp_path: Path) -> No
         )
         assert result.exit_code == Exit.USAGE
         assert "cannot be imported" in words(result.stderr) or "piece by piece" in words(result.stderr)
+
+
+def test_what_is_missing_from_the_environment_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolgap.cli.store.find_spec", lambda name: None)
+    result = run("store", "stat", str(path))
+    assert result.exit_code == Exit.USAGE
+    assert "pip install 'toolgap[store]'" in words(result.stderr)

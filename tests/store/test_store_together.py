@@ -143,7 +143,7 @@ class Together(RuleBasedStateMachine):
             stats = store.stats()
             store.check_integrity()
             assert not stats.failures.keys() - {"limit", "header", "checksum", "evicted"}, stats.failures
-            assert stats.trouble is None
+            assert stats.trouble is None, stats.trouble
 
 
 TestTogether = Together.TestCase

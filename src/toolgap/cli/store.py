@@ -1,9 +1,9 @@
 """The commands ``toolgap store ...``: what is in a store, whether it is right, and its space."""
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +36,7 @@ GIB = 1 << 30
 @contextmanager
 def _opened(path: Path) -> Iterator["Store"]:
     """The store there; what keeps it from being used ends the command with a sentence."""
-    if importlib.util.find_spec("xxhash") is None:
+    if find_spec("xxhash") is None:
         fail(Exit.USAGE, "xxhash is missing: pip install 'toolgap[store]'")
     from toolgap.store.errors import StoreError
     from toolgap.store.store import Store

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from toolgap.store import recovery
 from toolgap.store.catalog import Catalog
+from toolgap.store.freeing import Claims, Idle, clear, free
 from toolgap.store.index import Entry, Kind
 from toolgap.store.record import Place
-from toolgap.store.segments import Claims, Idle, clear, free, key_at, reason, segments
+from toolgap.store.segments import key_at, reason, segments
 from toolgap.store.stats import Counters
 
 _SEGMENTS = 256
