@@ -81,6 +81,11 @@ def main() -> int:
 
         environment = cpu_environment(os.environ) | {CPU: "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    if options.gpu:
+        from sglang.srt.plugins import load_plugins
+
+        # What makes SGLang's kernels load on this machine may be a plugin.
+        load_plugins()
     if options.rivals:
         sys.path.append(str(options.rivals))
     return _run(options)
@@ -111,6 +116,7 @@ def _run(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         page_tokens=options.page_tokens,
         total_bytes=options.megabytes * 1_000_000,
+        pinned=options.gpu,
         contenders=[contender.name for contender in contenders],
         left_out=left_out,
         hardware=machine.hardware(options.work),

@@ -36,6 +36,7 @@ def folder(tmp_path: Path) -> Path:
         rounds=2,
         page_tokens=[16],
         total_bytes=PAGE * PAGES,
+        pinned=False,
         contenders=[report.RAW, report.STOCK, "ours", "theirs"],
         left_out={"nobody's": "it is not installed"},
         hardware={"cpu": "a CPU", "cores": 2, "gpus": [], "storage": {"filesystem": "ext4", "device": "vda"}},

@@ -152,6 +152,11 @@ def test_two_servers_share_a_folder_and_other_weights_are_refused(
         answer = another.generate([*first, 7, 8, 9], tokens=8)
         assert (answer.sources, answer.output_ids) == ((0, TOKENS, 0), expected[tuple(first)])
         another.store([*second, 5])
+        # Its weights are those of the namespace no more, whatever they are.
+        update = {"model_path": str(model)}
+        assert another.http.post("/update_weights_from_disk", json=update).status_code == 200
+        assert another.generate([*first, 7, 8, 9], tokens=8).sources == (0, 0, 0)
+        assert "out of use" in another.log.read_text()
         another.kill()
     outcome = restored(server, second)
     assert (outcome.state, outcome.read_tokens) == (State.RESTORED, TOKENS)

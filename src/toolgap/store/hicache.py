@@ -49,7 +49,8 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
         self._suffixes: dict[str, str] = {}
         self._closed_for = ""
         """Why no page is read or written any more; empty while they are."""
-        self._rates = _Rates()
+        # SGLang takes them only where it exports metrics.
+        self._rates = _Rates() if storage_config.enable_storage_metrics else None
         self._metrics = _metrics_of(storage_config)
 
     # ---- what SGLang tells ----
@@ -229,7 +230,9 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
             self._store = None
 
     def get_stats(self) -> Any:
-        """What SGLang exports: pages and GB/s of the calls since it asked last."""
+        """What SGLang exports: pages and GB/s of the calls since it asked last; None where it exports nothing."""
+        if self._rates is None:
+            return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         return StorageMetrics(*self._rates.taken())
@@ -266,7 +269,8 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
         for page, there in enumerate(found):
             if there:
                 borrowed.landed(page)
-        self._rates.read(borrowed.pages, found, time.perf_counter() - began_s)
+        if self._rates is not None:
+            self._rates.read(borrowed.pages, found, time.perf_counter() - began_s)
         self._show(store)
         return found
 
@@ -277,13 +281,14 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
         pages = pool.to_write(self._keys(name, keys), indices)
         began_s = time.perf_counter()
         written = store.write(pages)
-        self._rates.wrote(pages, written, time.perf_counter() - began_s)
+        if self._rates is not None:
+            self._rates.wrote(pages, written, time.perf_counter() - began_s)
         self._show(store)
         return written
 
     def _show(self, store: Store) -> None:
         if self._metrics is not None:
-            self._metrics.show(store.stats())
+            self._metrics.show(store.stats)
 
 
 @functools.cache

@@ -4,7 +4,8 @@ prometheus_client is imported no earlier than a server asks for metrics: SGLang 
 """
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolgap.store.stats import StoreStats
@@ -60,6 +61,7 @@ class StoreMetrics:
 
     def __init__(self, labels: Mapping[str, str], registry: "CollectorRegistry | None" = None) -> None:
         self._labels = dict(labels)
+        self._lock = threading.Lock()
         self._shown = StoreStats()
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
@@ -87,8 +89,13 @@ class StoreMetrics:
         """Another store is shown from now on: what it counts begins at nothing."""
         self._shown = StoreStats()
 
-    def show(self, stats: StoreStats) -> None:
-        """What the store counts now."""
+    def show(self, stats: Callable[[], StoreStats]) -> None:
+        """What the store counts now, by its own word; from any thread."""
+        # Asked for under the lock: of two threads, neither may show what is older than what the other has shown.
+        with self._lock:
+            self._show(stats())
+
+    def _show(self, stats: StoreStats) -> None:
         before, self._shown = self._shown, stats
         for field, counter in self._counters.items():
             counter.inc(max(0, getattr(stats, field) - getattr(before, field)))

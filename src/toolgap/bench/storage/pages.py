@@ -86,16 +86,21 @@ class Target:
         )
 
 
-def host_pool(page_tokens: int, count: int) -> Any:
-    """SGLang's host pool for pages of these tokens, without a server; pinned where there is a GPU."""
+def host_pool(page_tokens: int, count: int, *, pinned: bool = False) -> Any:
+    """SGLang's host pool for pages of these tokens, without a server.
+
+    Args:
+        page_tokens: Of each page.
+        count: Pages.
+        pinned: Whether it is registered with the GPU, which is needed for that.
+    """
     import torch
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu else "cpu")
+    device = torch.device("cuda" if pinned else "cpu")
 
     def layers() -> tuple[list[torch.Tensor], torch.Tensor]:
         buffers = [
@@ -126,7 +131,7 @@ def host_pool(page_tokens: int, count: int) -> Any:
         host_size=0,
         page_size=page_tokens,
         layout="page_first",
-        pin_memory=gpu,
+        pin_memory=pinned,
         device_capacity_tokens=page_tokens,
         start_layer=0,
         end_layer=LAYERS - 1,

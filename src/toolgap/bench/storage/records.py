@@ -18,6 +18,8 @@ class Setup(msgspec.Struct, kw_only=True):
     page_tokens: list[int]
     total_bytes: int
     """Of all pages of a size, at most."""
+    pinned: bool = False
+    """Whether the host pool is registered with a GPU, as a server on one has it."""
     contenders: list[str]
     left_out: dict[str, str]
     """Contenders that could not be measured here, and why."""

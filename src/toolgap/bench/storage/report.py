@@ -127,6 +127,7 @@ def _facts(setup: Setup, trials: Sequence[Trial]) -> list[list[str]]:
     return [
         ["hardware", f"{hardware.get('cpu')}, {hardware.get('cores')} cores"],
         ["GPUs", ", ".join(str(gpu["name"]) for gpu in hardware.get("gpus") or []) or "none"],
+        ["host pool", "pinned, as on a GPU" if setup.pinned else "pageable memory, written before"],
         ["storage", f"{storage.get('filesystem')} on {storage.get('device')}"],
         ["kernel", str(hardware.get("kernel"))],
         ["software", ", ".join(f"{name} {version}" for name, version in sorted(setup.software.items()))],

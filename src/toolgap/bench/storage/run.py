@@ -35,13 +35,16 @@ def play(
         deadline_s: By :func:`time.monotonic`; no trial begins after it.
         say: Told what goes on.
     """
-    for page_tokens in setup.page_tokens:
+    for position, page_tokens in enumerate(setup.page_tokens):
+        # Sizes get equal shares of what time is left.
+        now_s = time.monotonic()
+        ends_s = now_s + (deadline_s - now_s) / (len(setup.page_tokens) - position)
         count = setup.total_bytes // (page_tokens * TOKEN_BYTES)
         pages = Pages.random(page_tokens, count, setup.seed)
-        target = Target(host_pool(page_tokens, count), page_tokens, count, setup.seed)
+        target = Target(host_pool(page_tokens, count, pinned=setup.pinned), page_tokens, count, setup.seed)
         folders: dict[str, Path] = {}
         for contender in contenders:
-            if contender.data in folders or time.monotonic() > deadline_s:
+            if contender.data in folders:
                 continue
             folders[contender.data] = folder = work / f"{page_tokens}-{len(folders)}"
             folder.mkdir(parents=True)
@@ -58,18 +61,17 @@ def play(
             )
         for number in range(setup.rounds):
             order = [(contender, cache) for contender in contenders for cache in contender.caches]
+            if time.monotonic() > ends_s:
+                say(f"the time is up before round {number} of pages of {page_tokens} tokens")
+                break
             random.Random(f"{setup.seed}/{page_tokens}/{number}").shuffle(order)  # noqa: S311 - to be repeatable
             for contender, cache in order:
-                if time.monotonic() > deadline_s:
-                    say("the deadline is near: stopping")
+                if time.monotonic() > ends_s:
                     break
                 reading = measure(contender, cache, folders[contender.data], pages, target, number)
                 log.add(reading)
-                speed = pages.total_bytes / reading.read_s / 1e9
-                say(
-                    f"{pages.page_bytes / 1e6:.2f} MB, round {number}, {cache}: {contender.name}: "
-                    f"{speed:.2f} GB/s{f' ({reading.error})' if reading.error else ''}"
-                )
+                found = reading.error or f"{pages.total_bytes / reading.read_s / 1e9:.2f} GB/s"
+                say(f"{pages.page_bytes / 1e6:.2f} MB, round {number}, {cache}: {contender.name}: {found}")
         for folder in folders.values():
             shutil.rmtree(folder)
 
@@ -80,24 +82,24 @@ def measure(
     """One reading of all pages."""
     files = contender.files(folder)
     target.clear()
-    if cache == "cold":
-        pagecache.drop(files)
-    else:
-        pagecache.warm(files)
-    share = pagecache.resident_share(files)
-    opened: AbstractContextManager[Read] = (
-        contender.in_cache(folder, pages, cold=cache == "cold")
-        if isinstance(contender, Sequential)
-        else contender.opened(folder, pages, target)
-    )
-    error = None
-    with opened as read:
-        cpu, began = time.process_time(), time.perf_counter()
-        try:
+    error, read_s, cpu_s = None, 0.0, 0.0
+    try:
+        if cache == "cold":
+            pagecache.drop(files)
+        else:
+            pagecache.warm(files)
+        share = pagecache.resident_share(files)
+        opened: AbstractContextManager[Read] = (
+            contender.in_cache(folder, pages, cold=cache == "cold")
+            if isinstance(contender, Sequential)
+            else contender.opened(folder, pages, target)
+        )
+        with opened as read:
+            cpu, began = time.process_time(), time.perf_counter()
             read()
-        except OSError as failed:
-            error = str(failed)
-        read_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+            read_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    except (OSError, pagecache.PageCacheError) as failed:
+        error, share = str(failed), 0.0
     # The raw read has a buffer of its own, and has looked at it.
     if error is None and not isinstance(contender, Sequential) and not target.holds(pages):
         error = "the pages in the host pool are not those that were written"
