@@ -13,6 +13,8 @@ from pathlib import Path
 from toolgap.bench import hindsight, report, tables
 from toolgap.bench.evidence import MANIFEST
 from toolgap.bench.recipe import Figure
+from toolgap.bench.storage import report as storage_report
+from toolgap.bench.storage.records import SETUP
 from toolgap.bench.verify import problems
 from toolgap.gateway import policy_evidence
 
@@ -86,6 +88,12 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     for folder in found:
         wrong = problems(folder)
+        failed += bool(wrong)
+        print(f"{folder.relative_to(ROOT)}: {'verified' if not wrong else 'NOT verified'}")
+        for problem in wrong:
+            print(f"  {problem}")
+    for folder in sorted(setup.parent for setup in evidence.glob(f"*/{SETUP}")):
+        wrong = storage_report.problems(folder)
         failed += bool(wrong)
         print(f"{folder.relative_to(ROOT)}: {'verified' if not wrong else 'NOT verified'}")
         for problem in wrong:

@@ -47,6 +47,11 @@ from toolgap.settings import PREFIX, Settings, variable
 from toolgap.sglang.internals import targets
 from toolgap.sglang.metrics import PREFIX as METRIC_PREFIX
 from toolgap.sglang.metrics import Metric
+from toolgap.store.config import StoreConfig
+from toolgap.store.identity import DECISIVE
+from toolgap.store.metrics import DEFINITIONS as STORE_METRICS
+from toolgap.store.metrics import LABELS
+from toolgap.store.stats import StoreStats
 from toolgap.terminal import FAILURES, Exit
 
 ROOT = docs.ROOT
@@ -60,6 +65,8 @@ RESTORING = {
 }
 """What a handle of ``restoring`` has."""
 REPLIES = (OperationStatus, Estimate, Divergence, Overview, EngineStatus, Resolved, Error)
+SGLANGS_METRICS = {"sglang:prefetch_bandwidth", "sglang:backup_bandwidth"}
+
 EVERY_DOCUMENT = pytest.mark.parametrize("name", DOCUMENTS)
 
 
@@ -125,10 +132,16 @@ def test_the_metrics_page_names_every_metric_and_alert() -> None:
     assert re.findall(r"^\| `(Toolgap\w+)`", page, re.MULTILINE) == re.findall(r"alert: (\w+)", rules)
 
 
+def test_the_stores_metrics_are_all_named() -> None:
+    page = DOCUMENTS["docs/store-in-a-server.md"]
+    assert [metric.name for metric in STORE_METRICS if f"`{metric.name}`" not in page] == []
+
+
 @EVERY_DOCUMENT
 def test_every_metric_exists(name: str) -> None:
     for found in set(re.findall(r"\bsglang:\w+", DOCUMENTS[name])):
-        assert found == METRIC_PREFIX or any(metric.value.name == found for metric in Metric), found
+        known = {*(metric.value.name for metric in Metric), *(metric.name for metric in STORE_METRICS)}
+        assert found in {METRIC_PREFIX, *known, *SGLANGS_METRICS}, found
 
 
 def test_the_settings_page_names_every_variable() -> None:
@@ -286,6 +299,9 @@ def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
         "prefetch_threshold",
         "cache_aware",
     }
+    if name in ("docs/store.md", "docs/store-in-a-server.md"):
+        known |= {*StoreConfig.__struct_fields__, *StoreStats.__struct_fields__, *DECISIVE, *LABELS}
+        known |= {"page_first", "page_first_direct", "layer_first"}
     if name == "docs/agents.md":
         known |= set(re.findall(r"\w+", sources("src/toolgap/hooks")))
     if name in ("docs/gateway.md", "docs/recordings.md"):

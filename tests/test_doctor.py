@@ -14,6 +14,8 @@ from toolgap.client import ToolgapUnreachable
 from toolgap.doctor import Finding, Installation, Level, ServerAnswers
 from toolgap.protocol import VERSION, Code, Error, ErrorReply, Overview
 from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
+from toolgap.store.config import StoreConfig
+from toolgap.store.config import arguments as store_arguments
 
 SUPPORTED = ("0.5.23",)
 
@@ -364,3 +366,37 @@ def test_asking_nobody() -> None:
 
     with pytest.raises(ToolgapUnreachable, match="refused"):
         doctor.ask_server("http://server:1", None, httpx.MockTransport(handler))
+
+
+def levels(findings: list[doctor.Finding]) -> dict[str, str]:
+    return {finding.name: finding.level for finding in findings}
+
+
+def test_a_store_is_found_in_sglangs_arguments(tmp_path: Path) -> None:
+    config = StoreConfig(path=str(tmp_path / "kv"), limit_bytes=1 << 30)
+    found = doctor.check_arguments(["--enable-hierarchical-cache", *store_arguments(config)])
+    (store,) = [finding for finding in found if finding.name == "store"]
+    assert store.level == doctor.Level.OK
+    assert "at most 1.0 GiB" in store.meaning
+    assert "store-limit" not in levels(found)
+    assert doctor.inspect_store('{"class_name": "Another"}') is None
+    unknown = doctor.check_arguments(
+        ["--hicache-storage-backend-extra-config", '{"class_name": "ToolgapStore"}']
+    )
+    assert "no folder is named" in unknown[0].meaning
+
+
+def test_what_a_store_lacks() -> None:
+    place = doctor.StorePlace(Path("/disk/kv"), None, reads_in_place=False, has_xxhash=False, free_bytes=None)
+    found = levels(doctor.check_store(place))
+    assert found == {
+        "store-packages": doctor.Level.PROBLEM,
+        "store-interface": doctor.Level.NOTE,
+        "store": doctor.Level.PROBLEM,
+    }
+    assert levels(
+        doctor.check_store(place._replace(has_xxhash=True, free_bytes=1 << 40, reads_in_place=True))
+    ) == {
+        "store": doctor.Level.OK,
+        "store-limit": doctor.Level.NOTE,
+    }

@@ -1,5 +1,6 @@
 """The command line that ``toolgap serve`` becomes."""
 
+import json
 import os
 import shlex
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from toolgap.serve import Launch, ServeError, plan
+from toolgap.serve import Launch, ServeError, plan, with_store
 from toolgap.settings import Settings, SettingsError, variable
+from toolgap.store.config import StoreConfig
 
 FOLDER = str(Path(sys.executable).parent)
 SERVER = [sys.executable, "-m", "sglang.launch_server"]
@@ -149,3 +151,38 @@ def test_the_shell_command_is_quoted_and_shows_changes_only() -> None:
     environ = {"A": "1", "PATH": FOLDER}
     shown = Launch(["python", "--json", '{"a": 1}'], {**environ, "B": "x y"}).as_shell(environ)
     assert shlex.split(shown.replace("\\\n", "")) == ["B=x y", "python", "--json", '{"a": 1}']
+
+
+def test_a_store_brings_its_flags_and_keeps_what_stands_beside_them() -> None:
+    arguments = ["--model-path", "m", "--hicache-storage-backend-extra-config", '{"prefetch_threshold": 64}']
+    command = with_store(arguments, StoreConfig(path="/disk/kv", limit_bytes=1 << 30))
+    assert command[:2] == ["--model-path", "m"]
+    assert "--enable-hierarchical-cache" in command
+    assert command[command.index("--hicache-mem-layout") + 1] == "page_first"
+    assert command.count("--hicache-storage-backend-extra-config") == 1
+    extra = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+    assert (extra["path"], extra["limit_bytes"], extra["prefetch_threshold"]) == ("/disk/kv", 1 << 30, 64)
+    assert (extra["module_path"], extra["class_name"]) == ("toolgap.store.hicache", "ToolgapStore")
+
+
+def test_a_layout_that_was_chosen_stays() -> None:
+    command = with_store(
+        ["--hicache-mem-layout=layer_first", "--enable-hierarchical-cache"], StoreConfig(path="/disk/kv")
+    )
+    assert command[:2] == ["--hicache-mem-layout=layer_first", "--enable-hierarchical-cache"]
+    assert "page_first" not in command
+    assert command.count("--enable-hierarchical-cache") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hicache-storage-backend", "file"], "two storage backends"),
+        (["--hicache-storage-backend=file"], "two storage backends"),
+        (["--hicache-storage-backend-extra-config", "@store.toml"], "JSON object"),
+        (["--hicache-storage-backend-extra-config", "[1]"], "JSON object"),
+    ],
+)
+def test_a_store_beside_another_backend(arguments: list[str], says: str) -> None:
+    with pytest.raises(ServeError, match=says):
+        with_store(arguments, StoreConfig(path="/disk/kv"))

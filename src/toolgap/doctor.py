@@ -1,14 +1,17 @@
 """``toolgap doctor``: why restores would not work here, each finding with its mend.
 
-The ``check_*`` functions are pure: they compute findings from plain values. ``inspect_installation``
-and ``ask_server`` gather those values from this Python environment and from a running server.
+The ``check_*`` functions are pure: they compute findings from plain values. ``inspect_installation``,
+``inspect_store`` and ``ask_server`` gather those values from this environment and from a running server.
 """
 
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import io
 import json
+import os
+import shutil
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +28,13 @@ from toolgap.protocol import PATH, VERSION, Code, EngineStatus, Error, Overview
 from toolgap.serve import INSTALL, PLUGIN, wants_rust_server
 from toolgap.settings import PREFIX, Settings, SettingsError, variable
 from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
+from toolgap.store import config as stores
+from toolgap.store.errors import StoreError
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 CPU_PLUGIN = "toolgap_cpu"
+
+GIB = 1 << 30
 
 DEFAULT_THRESHOLD_TOKENS = 256
 """SGLang's ``prefetch_threshold`` where nothing sets it."""
@@ -472,6 +479,7 @@ def check_arguments(arguments: Sequence[str], prompt_tokens: int | None = None) 
     try:
         values = read_arguments(arguments)
         threshold_tokens = read_threshold(values["hicache_storage_backend_extra_config"])
+        place = inspect_store(values["hicache_storage_backend_extra_config"])
     except ValueError as error:
         return [_problem("arguments", f"SGLang would not start: {error}.", "Correct its arguments.")]
     findings = []
@@ -484,8 +492,87 @@ def check_arguments(arguments: Sequence[str], prompt_tokens: int | None = None) 
             )
         )
     findings += check_set_up(values)
+    if place is not None:
+        findings += check_store(place)
     if threshold_tokens is not None:
         findings.append(check_prompt(prompt_tokens, threshold_tokens, values["page_size"] or 1))
+    return findings
+
+
+class StorePlace(NamedTuple):
+    """A store that SGLang would be told of, and what this machine has for it."""
+
+    path: Path
+    limit_bytes: int | None
+    reads_in_place: bool
+    """Whether SGLang would use the interface that copies no page."""
+    has_xxhash: bool
+    free_bytes: int | None
+    """Of the disk; None if the folder cannot be written."""
+
+
+def inspect_store(extra_config: str | None) -> StorePlace | None:
+    """The store that an extra config of SGLang's names; None if it names another backend.
+
+    Raises:
+        ValueError: the store would not open.
+    """
+    try:
+        extra = json.loads(extra_config or "{}")
+    except ValueError:
+        return None  # a file, or nothing that SGLang would take: others look at that
+    if not isinstance(extra, dict) or extra.get("class_name") != stores.CLASS:
+        return None
+    try:
+        path, config = stores.read(extra)
+    except StoreError as error:
+        raise ValueError(str(error)) from None
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    usable = there is not None and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return StorePlace(
+        path,
+        config.limit_bytes,
+        reads_in_place=bool(extra.get("interface_v1")),
+        has_xxhash=importlib.util.find_spec("xxhash") is not None,
+        free_bytes=shutil.disk_usage(there).free if there is not None and usable else None,
+    )
+
+
+def check_store(place: StorePlace) -> list[Finding]:
+    """Findings about the store that SGLang would be started with."""
+    findings = []
+    if not place.has_xxhash:
+        findings.append(_problem("store-packages", "The store needs xxhash.", "pip install 'toolgap[store]'"))
+    if not place.reads_in_place:
+        findings.append(
+            _note(
+                "store-interface",
+                "Without interface_v1 SGLang copies every page twice.",
+                'Add "interface_v1": 1 to its extra config, or let toolgap serve --store write that.',
+            )
+        )
+    if place.free_bytes is None:
+        return [
+            *findings,
+            _problem(
+                "store",
+                f"{place.path} cannot be written.",
+                "Name a folder that the server may write: --store PATH.",
+            ),
+        ]
+    limit = (
+        "without a limit" if place.limit_bytes is None else f"of at most {place.limit_bytes / GIB:.1f} GiB"
+    )
+    free = f"{place.free_bytes / GIB:.1f} GiB"
+    findings.append(_ok("store", f"L3 is Toolgap's store {limit} in {place.path}; the disk has {free} free."))
+    if place.limit_bytes is None:
+        findings.append(
+            _note(
+                "store-limit",
+                "The store grows until the disk is full, and then stores nothing more.",
+                "Give it a limit: toolgap serve --store PATH --store-limit-gib N.",
+            )
+        )
     return findings
 
 

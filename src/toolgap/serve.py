@@ -1,14 +1,16 @@
 """``toolgap serve``: SGLang's own server with Toolgap's settings, in place of this process."""
 
 import importlib.util
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from toolgap.settings import Settings, variable
+from toolgap.store import config as stores
 
 PLUGIN = "toolgap"
 """Name of Toolgap's entry point in SGLang's group."""
@@ -16,6 +18,11 @@ PLUGIN = "toolgap"
 INSTALL = "pip install 'toolgap[sglang]'"
 
 MODEL_FLAGS = ("--model-path", "--model")
+
+BACKEND_FLAG, EXTRA_FLAG = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+
+STORE_FLAGS = (("--enable-hierarchical-cache", None), ("--hicache-mem-layout", "page_first"))
+"""What a store needs, or reads fastest with, where the user says nothing else."""
 
 
 class ServeError(Exception):
@@ -45,6 +52,7 @@ def plan(
     *,
     cpu: bool = False,
     model: str | None = None,
+    store: stores.StoreConfig | None = None,
     default_cpu_model: Callable[[], Path],
 ) -> Launch:
     """What to run.
@@ -55,10 +63,12 @@ def plan(
         environ: The environment to start from.
         cpu: Whether to run on a CPU.
         model: SGLang's ``--model-path``, if not among the arguments.
+        store: Toolgap's store as L3; None leaves storage to the arguments.
         default_cpu_model: The model to take with `cpu` where none is named; may take its time.
 
     Raises:
-        ServeError: two models are named, or the environment asks for an HTTP server without plugins.
+        ServeError: two models or two storage backends are named, or the environment asks for an HTTP server without
+            plugins.
         SettingsError: a setting has a value that cannot be used.
     """
     if wants_rust_server(environ):
@@ -69,6 +79,8 @@ def plan(
     # As activating the environment would: SGLang looks for ninja on PATH when it compiles.
     environment["PATH"] = _with_folder(environment.get("PATH", ""), str(Path(sys.executable).parent))
     arguments = _with_model(arguments, model, default_cpu_model if cpu else None)
+    if store is not None:
+        arguments = with_store(arguments, store)
     if cpu:
         from toolgap.cpu.launch import cpu_arguments, cpu_environment
 
@@ -100,6 +112,50 @@ def _with_model(arguments: Sequence[str], model: str | None, default: Callable[[
     if default is not None and named.isdisjoint((*MODEL_FLAGS, "--config")):
         return ["--model-path", str(default()), *arguments]
     return list(arguments)
+
+
+def with_store(arguments: Sequence[str], store: stores.StoreConfig) -> list[str]:
+    """SGLang's arguments with the store as L3; what is there for the same extra config is kept.
+
+    Raises:
+        ServeError: the arguments name another storage backend, or an extra config that cannot be added to.
+    """
+    given = dict(_flags(arguments))
+    if BACKEND_FLAG in given:
+        raise ServeError(f"two storage backends are named: leave out {BACKEND_FLAG}, or --store")
+    others = _extra(given.get(EXTRA_FLAG))
+    kept = [part for flag, part in _parts(arguments) if flag != EXTRA_FLAG]
+    for flag, value in STORE_FLAGS:
+        if flag not in given:
+            kept += [flag] if value is None else [flag, value]
+    return [*kept, *stores.arguments(store, others)]
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ServeError(f"with --store, {EXTRA_FLAG} must be a JSON object: {text}")
+    return found
+
+
+def _parts(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each argument with the flag that it belongs to."""
+    flag = ""
+    for part in arguments:
+        if part.startswith("--"):
+            flag = part.partition("=")[0]
+        yield flag, part
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each flag with its last value; empty for a switch."""
+    for flag, part in _parts(arguments):
+        yield flag, part.partition("=")[2] if part.startswith("--") else part
 
 
 def wants_rust_server(environ: Mapping[str, str]) -> bool:

@@ -50,6 +50,8 @@ FAILURES: dict[str, str] = {
     "bench report": "the folder holds no run",
     "bench figures": "the folder holds no run",
     "bench gateway": "a stream broke or was not equal to the direct one, or the run could not go on",
+    "store verify": "a page is damaged, or could not be read",
+    "store import": "a page could not be read or written",
     "bench verify": "a run does not agree with its trials",
 }
 """What :attr:`Exit.FAILED` says, by command; no other command ends with it."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolgap.bench.plan import SENTINEL_TOKENS, Plan
-from toolgap.bench.stage import Stage
+from toolgap.bench.stage import Stage, StoreStage
 from toolgap.childserver import ChildServer, free_port
 from toolgap.client import Toolgap
 from toolgap.cpu.launch import cpu_arguments, cpu_environment
 from toolgap.engineclient import Engine
+from toolgap.store import config as stores
 
 HEADROOM_TOKENS = 1024
 """L1 beyond the longest prompt: its answer, and the first pages of what follows it."""
@@ -44,6 +45,8 @@ class Setup:
     """SGLang's, beside what the benchmark sets."""
     environment: Mapping[str, str] = field(default_factory=dict)
     log: Path = Path("server.log")
+    store: bool = False
+    """Whether L3 is Toolgap's store instead of SGLang's file backend."""
 
     @property
     def l1_tokens(self) -> int:
@@ -65,7 +68,11 @@ class Setup:
             *("--max-total-tokens", str(self.l1_tokens)),
             "--enable-hierarchical-cache",
             *("--hicache-ratio", f"{self.l2_ratio:g}"),
-            *("--hicache-storage-backend", "file"),
+            *(
+                stores.arguments(stores.StoreConfig())
+                if self.store
+                else ("--hicache-storage-backend", "file")
+            ),
             "--enable-metrics",
             *self.arguments,
         ]
@@ -75,7 +82,7 @@ class Setup:
         """The server's environment."""
         environment = cpu_environment(os.environ, arguments) if self.cpu else dict(os.environ)
         environment |= self.environment
-        environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
+        environment[stores.PATH if self.store else "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
         # SGLang compiles its page hashing with the ninja on PATH, which may be in this environment only.
         environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
         return environment
@@ -113,5 +120,6 @@ class Setup:
             )
             with server, Engine(url, admin_key) as engine, Toolgap(url, api_key=admin_key) as toolgap:
                 server.wait_until_healthy(START_DEADLINE_S[self.cpu], watch)
-                yield Stage(engine, toolgap, self.plan, self.l1_tokens, Path(folder))
+                stage_type = StoreStage if self.store else Stage
+                yield stage_type(engine, toolgap, self.plan, self.l1_tokens, Path(folder))
                 server.check_running()

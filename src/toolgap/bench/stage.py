@@ -15,6 +15,7 @@ from toolgap.bench.plan import OUTPUT_TOKENS, SENTINEL_TOKENS, Plan, prefix_toke
 from toolgap.client import Toolgap
 from toolgap.engineclient import Engine, Generation
 from toolgap.protocol import OperationStatus
+from toolgap.store.config import BACKEND
 
 VOCABULARY = 40_000
 RESTORE_DEADLINE_S = 300.0
@@ -194,6 +195,33 @@ class Stage:
         while (found := self.host_free_tokens()) != expected and time.monotonic() < end:
             time.sleep(POLL_S)
         return found
+
+
+@dataclass
+class StoreStage(Stage):
+    """A server over Toolgap's store, whose pages have no files of their own.
+
+    What a trial adds to L3 stays there: no trial asks for it again.
+    """
+
+    storage_backend: str = BACKEND
+
+    def stored(self, name: str, tokens: int) -> Prompt:
+        """Compute a prompt of that name, and leave it in L3 only."""
+        ids = prompt_ids(self.plan.seed, f"{self.nonce}{name}", tokens, VOCABULARY)
+        self.flush()
+        generation = self.engine.generate(ids, max_new_tokens=OUTPUT_TOKENS)
+        self.flush()
+        return Prompt(ids, ids[: prefix_tokens(tokens, self.plan.page_tokens)], generation.output_ids, set())
+
+    def pages(self) -> set[Path]:
+        """None that belong to one page alone."""
+        return set()
+
+    def prepare_page_cache(self, pages: Iterable[Path]) -> float | None:
+        """Make the page cache of the whole store what the plan says; the share that it then holds."""
+        assert self.storage is not None
+        return super().prepare_page_cache(self.storage.glob("segments/*.seg"))
 
 
 def fresh_salt() -> str:

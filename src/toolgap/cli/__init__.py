@@ -7,7 +7,7 @@ knows more than the modules it calls: it reads options, prints, and chooses the 
 import typer
 
 from toolgap.bench.cli import app as bench
-from toolgap.cli import demo, doctor, gateway, operations, serve, version, watch
+from toolgap.cli import demo, doctor, gateway, operations, serve, store, version, watch
 from toolgap.hooks.cli import app as hooks
 from toolgap.prefixes.cli import check_prefix
 from toolgap.terminal import EXITS
@@ -38,3 +38,4 @@ for command in COMMANDS:
     app.command()(command)
 app.add_typer(bench)
 app.add_typer(hooks)
+app.add_typer(store.app)

@@ -24,6 +24,7 @@ from toolgap.sglang.messages import (
 )
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.storage_calls import StorageCalls
+from toolgap.store.stopping import stops_when
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +278,9 @@ def ask_storage(original: Callable[..., Any], controller: Any, operation: Any) -
 def read_storage(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
     """Around `HybridCacheController._page_transfer`, in its thread: know that it is running, and how fast."""
     began_s = time.monotonic()
-    result = _calls.around(original, controller, operation)
+    # Toolgap's store stops at the next I/O; other backends do not ask.
+    with stops_when(operation.is_terminated):
+        result = _calls.around(original, controller, operation)
     _meter.storage_read(*span_of(controller, operation), began_s, time.monotonic())
     return result
 

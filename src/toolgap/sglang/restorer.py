@@ -982,11 +982,14 @@ class Restorer:
         if not cleared:
             self.meter.forget_storage()
             self.rates = Rates(prefill=self.rates.prefill)
+            if self.validity.weights_were_updated:
+                self.engine.tell_storage_of_other_weights()
         self.declined.forget_all()
 
     def weights_changed(self) -> None:
         """KV in the cache may be of other weights from now on."""
         self.validity.weights_changed()
+        self.engine.tell_storage_of_other_weights()
         self.leases.end_all()
 
     def check_integrity(self) -> None:

@@ -23,6 +23,11 @@ class Validity:
             self._namespace = self._engine.namespace(self._weights_epoch)
         return self._namespace
 
+    @property
+    def weights_were_updated(self) -> bool:
+        """Whether the weights are not those that the server was started with."""
+        return self._weights_epoch > 0
+
     def check_namespace(self, expected: str | None) -> None:
         """Raise Refused (409) unless a caller's namespace, if it names one, is this server's."""
         if expected is not None and expected != self.namespace:

@@ -39,6 +39,7 @@ def register() -> None:
     cache = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
     HookRegistry.register(f"{file_backend}.get", _get, HookType.AROUND)
     HookRegistry.register(f"{file_backend}.batch_exists", _batch_exists, HookType.AROUND)
+    HookRegistry.register("toolgap.store.store.Store.read", _read, HookType.AROUND)
     HookRegistry.register(f"{cache}.inc_host_lock_ref", _locked, HookType.AFTER)
     HookRegistry.register(f"{cache}.dec_host_lock_ref", _unlocked, HookType.AFTER)
     HookRegistry.register(f"{cache}._reset_full", _reset, HookType.AFTER)
@@ -111,6 +112,12 @@ def _get(original: Any, backend: Any, key: str, *args: Any, **kwargs: Any) -> An
     if answer == "fail":
         raise OSError(f"the test made the read of {key} fail")
     return None if answer == "miss" else original(backend, key, *args, **kwargs)
+
+
+def _read(original: Any, store: Any, pages: Any, *args: Any) -> Any:
+    """A read of Toolgap's store, before it begins."""
+    _ask("read", str(len(pages)))
+    return original(store, pages, *args)
 
 
 def _batch_exists(original: Any, backend: Any, keys: list[str], *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from toolgap.bench.recipes.matrix import Matrix
 from toolgap.bench.recipes.no_continuation import NoContinuation
 from toolgap.bench.recipes.overhead import Overhead
 from toolgap.bench.recipes.replay import Replay
+from toolgap.bench.recipes.store import StoreBeside
 
 _ALL: tuple[Recipe[Any], ...] = (
     Matrix(),
@@ -21,6 +22,7 @@ _ALL: tuple[Recipe[Any], ...] = (
     ManyAgents(),
     Admission(),
     Replay(),
+    StoreBeside(),
 )
 
 RECIPES = {recipe.name: recipe for recipe in _ALL}

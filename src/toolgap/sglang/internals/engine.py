@@ -162,6 +162,12 @@ class Engine:
         """Name of the attached storage backend."""
         return self.cache.cache_controller.storage_backend_type if self.cache.enable_storage else None
 
+    def tell_storage_of_other_weights(self) -> None:
+        """Let a backend that keeps KV by its weights know that the server's are others now: Toolgap's store does."""
+        tell = getattr(self.cache.cache_controller.storage_backend, "weights_changed", None)
+        if tell is not None:
+            tell()
+
     @property
     def prefetch_policy(self) -> str:
         """SGLang's rule for how long a request waits for its own storage read."""

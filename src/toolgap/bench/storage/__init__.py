@@ -1,0 +1,1 @@
+"""What reads pages of KV from storage, and how fast: contenders, one harness, one report."""

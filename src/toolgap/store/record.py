@@ -1,0 +1,114 @@
+"""One page on disk: a header of one block, then the payload, filled up to whole blocks.
+
+The header names what the page is and where it lies, so that bytes which are whole but of another page, place or
+namespace fail as damaged bytes do. The payload's checksum covers the page's identity too.
+"""
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import xxhash
+
+BLOCK_BYTES = 4096
+"""What O_DIRECT asks addresses, offsets and lengths to be multiples of, on the disks there are."""
+IDENTITY_BYTES = 16
+
+_MAGIC = b"TGPAGE\r\n"
+_FIELDS = struct.Struct("<8sIIQQQ16s16s32s")
+_VERSION = 1
+_CHECK_AT = BLOCK_BYTES - 16
+KEY_BYTES = _CHECK_AT - _FIELDS.size
+"""The longest key, in UTF-8."""
+_EMPTY = bytes(BLOCK_BYTES)
+
+
+class Place(NamedTuple):
+    """Where a page lies."""
+
+    segment: int
+    offset: int
+    payload_bytes: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Header, payload and filling."""
+        return record_bytes(self.payload_bytes)
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self.offset + self.record_bytes
+
+
+class Header(NamedTuple):
+    """What a header that is whole says."""
+
+    key: bytes
+    identity: bytes
+    namespace: bytes
+    place: Place
+    check: bytes
+    """Of identity and payload, as :func:`payload_check` makes it."""
+
+
+def filling(payload_bytes: int) -> int:
+    """Bytes from a payload's end to the end of its last block."""
+    return -payload_bytes % BLOCK_BYTES
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Of a page's header, payload and filling."""
+    return BLOCK_BYTES - payload_bytes // -BLOCK_BYTES * BLOCK_BYTES
+
+
+def identity(namespace: bytes, key: bytes) -> bytes:
+    """What the index knows a page by. Two pages that share one by chance are told apart by their headers."""
+    return xxhash.xxh3_128_digest(namespace + key)
+
+
+def identities(namespace: bytes, keys: Iterable[str]) -> list[bytes]:
+    """:func:`identity` of many keys."""
+    digest = xxhash.xxh3_128_digest
+    return [digest(namespace + key.encode()) for key in keys]
+
+
+def payload_check(namespace: bytes, key: bytes, buffers: Iterable[memoryview]) -> bytes:
+    """The checksum of a page: 16 bytes over namespace, key and payload. Releases the interpreter lock."""
+    state = xxhash.xxh3_128(namespace)
+    state.update(len(key).to_bytes(4, "little"))
+    state.update(key)
+    for buffer in buffers:
+        state.update(buffer)
+    return state.digest()
+
+
+def pack(header: Header) -> bytes:
+    """The header's block.
+
+    Raises:
+        ValueError: the key is longer than :data:`KEY_BYTES`.
+    """
+    if len(header.key) > KEY_BYTES:
+        raise ValueError(f"a key has at most {KEY_BYTES} bytes, not {len(header.key)}")
+    fields = _FIELDS.pack(
+        _MAGIC, _VERSION, len(header.key), *header.place, header.identity, header.check, header.namespace
+    )
+    body = (fields + header.key).ljust(_CHECK_AT, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def unpack(block: bytes | memoryview) -> Header | None:
+    """What a block says as a header; None if it is none, or a damaged one."""
+    if bytes(block[:8]) != _MAGIC or xxhash.xxh3_128_digest(block[:_CHECK_AT]) != bytes(block[_CHECK_AT:]):
+        return None
+    _, version, key_bytes, segment, offset, payload_bytes, name, check, namespace = _FIELDS.unpack_from(block)
+    if version != _VERSION or key_bytes > KEY_BYTES:
+        return None
+    key = bytes(block[_FIELDS.size : _FIELDS.size + key_bytes])
+    return Header(key, name, namespace, Place(segment, offset, payload_bytes), check)
+
+
+def is_hole(block: bytes | memoryview) -> bool:
+    """Whether the block holds nothing: its page was evicted, or never reached the disk."""
+    return bytes(block) == _EMPTY
