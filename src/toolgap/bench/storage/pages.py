@@ -100,7 +100,7 @@ def host_pool(page_tokens: int, count: int, *, pinned: bool = False) -> Any:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-    device = torch.device("cuda" if pinned else "cpu")
+    device = torch.device("cuda", 0) if pinned else torch.device("cpu")
 
     def layers() -> tuple[list[torch.Tensor], torch.Tensor]:
         buffers = [
