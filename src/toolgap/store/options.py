@@ -1,10 +1,15 @@
 """How a store works: limits, durability, and the way its reads take."""
 
+import os
 from enum import StrEnum
 
 import msgspec
 
 MIB = 1 << 20
+
+
+READERS = max(4, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Half of the cores: each reader copies and checks. On an H200's host eight were faster than four and fourteen."""
 
 
 class Fsync(StrEnum):
@@ -34,7 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Least recently used pages go when the folder would grow beyond it; None: until the disk is full."""
     fsync: Fsync = Fsync.NONE
     read_path: ReadPath = ReadPath.AUTO
-    readers: int = 4
+    readers: int = READERS
     """I/Os in flight at most."""
     strip_bytes: int = 4 * MIB
     """The most that one I/O reads, unless one page is larger: the grain of fairness and of cancelling."""
