@@ -62,6 +62,64 @@ def test_who_is_asked_the_same_in_another_frame_is_another() -> None:
         assert ask(sessions, frame, user("q"), said("a"), user("r")).key == key
 
 
+def openai_call(call: str) -> list[dict[str, Any]]:
+    return [
+        {**said(""), "tool_calls": [{"id": call}]},
+        {"role": "tool", "tool_call_id": call, "content": "r"},
+    ]
+
+
+def anthropic_call(call: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": call}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call}]},
+    ]
+
+
+def item_call(call: str) -> list[dict[str, Any]]:
+    return [{"type": "function_call", "call_id": call}, {"type": "function_call_output", "call_id": call}]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "continued"),
+    [
+        (CHAT, "messages", openai_call),
+        (MESSAGES, "messages", anthropic_call),
+        (RESPONSES, "input", item_call),
+    ],
+)
+def test_of_several_that_were_asked_the_same_the_calls_tell_which_goes_on(
+    path: str, field: str, continued: Any
+) -> None:
+    sessions = Sessions()
+    question = user("solve it")
+    keys = [sessions.of(path, {}, {field: [question]}).key for _ in range(3)]
+    assert len(set(keys)) == 3
+    for number, key in enumerate(keys):
+        sessions.answered(key, calls=[f"call_{number}"])
+    for number, key in enumerate(keys):
+        assert sessions.of(path, {}, {field: [question, *continued(f"call_{number}")]}).key == key
+        sessions.check_integrity()
+
+
+def test_a_call_of_a_conversation_that_does_not_begin_alike_tells_nothing() -> None:
+    sessions = Sessions()
+    first = ask(sessions, user("a"))
+    sessions.answered(first.key, calls=["call_0"])
+    assert ask(sessions, user("b"), *openai_call("call_0")).key != first.key
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(None, 1, "x", [], {}, {"tool_calls": 1}, {"tool_calls": [1, {}]}, {"tool_calls": [{"id": 1}]}),
+        *({"content": [1]}, {"content": [{"type": "tool_use"}]}, {"type": 1}, {"type": "function_call"}),
+    ],
+)
+def test_calls_of_any_shape_are_no_fault(message: Any) -> None:
+    ask(Sessions(), user("a"), message)
+
+
 def test_the_last_message_may_be_another_and_the_conversation_stays_itself() -> None:
     sessions = Sessions()
     first = ask(sessions, user("a"), said("x"), user("b"))

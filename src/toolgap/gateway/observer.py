@@ -91,8 +91,8 @@ class Watcher:
     def answered(self, known: "_Request", upstream: str, seen: watch.Seen) -> None:
         """A whole answer has passed."""
         conversation = known.conversation
-        if seen.answer_id is not None and known.asked.path == "/v1/responses":
-            self._sessions.answered(conversation.key, seen.answer_id)
+        response_id = seen.answer_id if known.asked.path == "/v1/responses" else None
+        self._sessions.answered(conversation.key, response_id, [call.id for call in seen.calls])
         if self._restoring is not None:
             owner = Owner(
                 conversation.affinity, known.headers.get("authorization"), known.session, known.replica

@@ -45,6 +45,9 @@ last answer is asked for again."""
 MARKED_DEPTH = 8
 """How deep in a message what means the same is looked for."""
 
+ANSWERS = 4
+"""Names of answers that are remembered, times the conversations."""
+
 _DIGEST_BYTES = 12
 
 
@@ -87,7 +90,8 @@ class Sessions:
         """The conversation whose messages end, or nearly end, with this state, of any frame or of its own."""
         self._frames: dict[bytes, str] = {}
         """Within a named session: the conversation that was last asked with this frame."""
-        self._responses: OrderedDict[bytes, str] = OrderedDict()
+        self._answers: OrderedDict[bytes, str] = OrderedDict()
+        """The conversation of an answer, by hashes of the answer's id and of its tool calls' ids."""
         self._numbers = count(1)
 
     def __len__(self) -> int:
@@ -111,7 +115,8 @@ class Sessions:
             scope = _digest(scope, *(_canonical([key, request.get(key)]) for key in SCOPE_FIELDS))
         frame = _digest(scope, _canonical(_frame(request)))
         chain = tuple(_chain(scope, _messages(request)))
-        known = self._find(scope, frame, chain, request.get("previous_response_id"), is_named=bool(name))
+        previous, calls = request.get("previous_response_id"), _last_calls(request)
+        known = self._find(scope, frame, chain, previous, calls, is_named=bool(name))
         continues = known is not None
         if known is None:
             # A session's requests go to one worker, which has the prefix that its agents share.
@@ -126,12 +131,25 @@ class Sessions:
             forgotten.append(key)
         return Conversation(known.key, known.affinity, bool(name), continues, tuple(forgotten))
 
-    def answered(self, key: str, response_id: str) -> None:
-        """A response was the answer: a request that names it as the one before goes on with this conversation."""
-        if key in self._known:
-            self._responses[response_id.encode(errors="replace")] = key
-            while len(self._responses) > self._max:
-                self._responses.popitem(last=False)
+    def answered(self, key: str, response_id: str | None = None, calls: Iterable[str] = ()) -> None:
+        """A conversation has its answer, and what names it goes on with this conversation.
+
+        Args:
+            key: The conversation's.
+            response_id: The answer's, if the next request may name it as the one before.
+            calls: Ids of its tool calls.
+        """
+        known = self._known.get(key)
+        if known is None:
+            return
+        names = [_named(known.scope, call) for call in calls]
+        if response_id is not None:
+            names.append(_named(known.scope, response_id))
+        for name in names:
+            self._answers[name] = key
+            self._answers.move_to_end(name)
+        while len(self._answers) > ANSWERS * self._max:
+            self._answers.popitem(last=False)
 
     def forget(self, key: str) -> None:
         """A conversation has ended."""
@@ -140,12 +158,24 @@ class Sessions:
             self._unindex(known)
 
     def _find(
-        self, scope: bytes, frame: bytes, chain: Sequence[bytes], previous: Any, *, is_named: bool
+        self,
+        scope: bytes,
+        frame: bytes,
+        chain: tuple[bytes, ...],
+        previous: Any,
+        calls: Iterable[str],
+        *,
+        is_named: bool,
     ) -> _Known | None:
         if isinstance(previous, str):
-            answered = self._known.get(self._responses.get(previous.encode(errors="replace"), ""))
-            if answered is not None and answered.scope == scope:
+            answered = self._known.get(self._answers.get(_named(scope, previous), ""))
+            if answered is not None:
                 return answered
+        for call in calls:
+            # Several may have been asked the same; only one was answered with this call.
+            known = self._known.get(self._answers.get(_named(scope, call), ""))
+            if known is not None and known.chain and chain[: len(known.chain)] == known.chain:
+                return known
         for length in range(len(chain), 0, -1):
             # Others may have been asked the same in another frame; one that changes its frame is found after them.
             for state in (_digest(frame, chain[length - 1]), chain[length - 1]):
@@ -181,7 +211,7 @@ class Sessions:
     def check_integrity(self) -> None:
         """Raises AssertionError if something is kept of a conversation that is not remembered."""
         assert len(self._known) <= self._max
-        assert len(self._responses) <= self._max
+        assert len(self._answers) <= ANSWERS * self._max
         assert set(self._ends.values()) <= set(self._known)
         assert set(self._frames.values()) <= set(self._known)
         assert len(self._ends) <= 2 * (1 + MOVED_BACK) * len(self._known)
@@ -250,6 +280,34 @@ def _messages(request: Json) -> Iterable[Any]:
     if isinstance(prompt, list):
         return _blocks(prompt, BLOCK_TOKENS)
     return ()
+
+
+def _last_calls(request: Json) -> list[str]:
+    """Ids of the tool calls of the last answer that a prompt shows."""
+    for field in ("messages", "input"):
+        parts = request.get(field)
+        for part in reversed(parts) if isinstance(parts, list) else ():
+            if calls := _calls(part):
+                return calls
+    return []
+
+
+def _calls(part: Any) -> list[str]:
+    """Of a message, in OpenAI's or Anthropic's form, or of an item."""
+    if not isinstance(part, dict):
+        return []
+    content, calls = part.get("content"), part.get("tool_calls")
+    named = [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    if isinstance(content, list):
+        blocks = (block for block in content if isinstance(block, dict))
+        named += [block.get("id") for block in blocks if block.get("type") == "tool_use"]
+    if str(part.get("type", "")).endswith("_call"):
+        named.append(part.get("call_id"))
+    return [name for name in named if isinstance(name, str)]
+
+
+def _named(scope: bytes, name: str) -> bytes:
+    return _digest(scope, name.encode(errors="replace"))
 
 
 def _blocks(prompt: Sequence[Any], length: int) -> Iterable[Any]:
