@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from toolgap.gateway.hints import Hint
 from toolgap.gateway.metrics import Metrics
 from toolgap.gateway.observing import Ending
 from toolgap.gateway.record import Recorded
+from toolgap.gateway.recording import Recording
 from toolgap.gateway.refusals import Refusal
 from toolgap.prefixes.causes import Cause
 from toolgap.protocol import (
@@ -312,7 +314,10 @@ def test_every_word_of_the_protocol_is_spelled_as_it_is(name: str) -> None:
 
 
 def gateway_metrics() -> set[str]:
-    registry = Metrics(("http://127.0.0.1:30000",)).registry
+    metrics = Metrics(("http://127.0.0.1:30000",))
+    with tempfile.NamedTemporaryFile() as file, Recording(Path(file.name), content=False) as recording:
+        metrics.show_recording(recording)
+    registry = metrics.registry
     return {
         f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in registry.collect()
     }

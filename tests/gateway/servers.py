@@ -15,6 +15,7 @@ import uvicorn
 from toolgap.gateway.app import application
 from toolgap.gateway.config import Config
 from toolgap.gateway.logs import expected
+from toolgap.gateway.observer import Recorder
 from toolgap.gateway.observing import Observer
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -62,10 +63,12 @@ def serving(app: Any, **options: Any) -> Iterator[tuple[str, Server]]:
 
 
 @contextmanager
-def gateway(*urls: str, observer: Observer | None = None, **settings: Any) -> Iterator[str]:
+def gateway(
+    *urls: str, observer: Observer | None = None, recording: Recorder | None = None, **settings: Any
+) -> Iterator[str]:
     """A gateway in front of these; its URL."""
     config = Config(upstreams=urls, **settings)
-    with serving(application(config, observer)) as (url, _):
+    with serving(application(config, observer, recording)) as (url, _):
         yield url
 
 

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import gateway, read_body, respond, serving, unused_url
 
+from toolgap.gateway.recording import Recording
 from toolgap.protocol import PATH
 
 CHAT = "/v1/chat/completions"
@@ -184,6 +186,27 @@ def test_nothing_is_restored_if_the_gateway_is_told_not_to() -> None:
             httpx.post(url + "/toolgap/hints", json={}, trust_env=False).status_code == 200
         )  # the upstream's
     assert worker.submits == []
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_what_passes_is_recorded_whether_or_not_it_is_restored(tmp_path: Path, restore: bool) -> None:
+    path = tmp_path / "turns.jsonl"
+    with (
+        Recording(path, content=False) as recording,
+        behind(Worker(501, refusal("not_supported")), restore=restore, recording=recording) as url,
+    ):
+        ask(url, Authorization="Bearer secret-key")
+        end = time.monotonic() + 60
+        while not path.read_bytes():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        metrics = httpx.get(url + "/metrics", trust_env=False).text
+    (line,) = path.read_bytes().splitlines()
+    recorded = json.loads(line)
+    assert (recorded["prompt_tokens"], recorded["num_calls"]) == (7, 1)
+    assert b"secret" not in line
+    assert "toolgap_gateway_recorded_turns 1.0" in metrics
+    assert "toolgap_gateway_lost_turns 0.0" in metrics
 
 
 def test_a_hint_about_nobody_says_so() -> None:

@@ -78,6 +78,8 @@ def application(
         recording: Gets every whole turn; stays the caller's to close.
     """
     metrics = Metrics(config.upstreams)
+    if recording is not None:
+        metrics.show_recording(recording)
     upstreams = Upstreams(
         [
             Upstream(url, Connections(max_idle=config.max_idle_connections, idle_s=config.idle_s))

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from toolgap.gateway.events import Event, Hinted, Known, Paused, Refused, Returned, Submitted
+from toolgap.gateway.observer import Recorder
 from toolgap.gateway.proxy import API_PATHS, Exchange
 from toolgap.gateway.upstreams import Health, Upstream
 
@@ -63,6 +64,14 @@ class Metrics:
         self.joined = counter("joined_requests", "Continuations that came early and joined a restore.")
         for url in upstreams:
             self._show(url, Health.UNKNOWN)
+
+    def show_recording(self, recording: Recorder) -> None:
+        """Show how many turns a recording has."""
+        for name, text, read in (
+            ("recorded_turns", "Turns that were recorded.", lambda: float(recording.turns)),
+            ("lost_turns", "Turns that could not be recorded.", lambda: float(recording.lost)),
+        ):
+            Gauge(PREFIX + name, text, registry=self.registry).set_function(read)
 
     def began(self) -> None:
         """A request arrived."""

@@ -29,6 +29,11 @@ ROUTING_HEADER = "x-smg-routing-key"
 class Recorder(Protocol):
     """Keeps turns."""
 
+    turns: int
+    """How many it has kept."""
+    lost: int
+    """How many it could not keep."""
+
     def turn(self, session: str, asked: watch.Asked, seen: watch.Seen, asked_s: float) -> None:
         """A turn: the conversation's key, the request, its answer, and when it came, in Unix time."""
 
