@@ -3,32 +3,18 @@
 A read from storage is a read from the device only if the page cache does not hold the file. Linux only.
 """
 
-import ctypes
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
+
+from toolgap.mincore import resident_pages
 
 MAX_RESIDENT_SHARE = 0.01
 """Files with no more than this in the page cache count as dropped."""
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 READ_BYTES = 1 << 20
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PageCacheError(RuntimeError):
@@ -38,15 +24,14 @@ class PageCacheError(RuntimeError):
 def resident_share(paths: Iterable[Path]) -> float:
     """Share of the files, by pages, that lies in the page cache: 0 to 1, and 0 if there is nothing.
 
-    Files that are gone count for nothing. Linux tells this only of files that the process owns or may
-    write, and calls all others resident.
+    Files that are gone count for nothing. See :func:`toolgap.mincore.resident_pages` for what Linux tells.
     """
-    resident_pages = total_pages = 0
+    resident = total_pages = 0
     for file in _opened(paths):
-        vector = _residency(file)
-        resident_pages += sum(page & 1 for page in vector)
-        total_pages += len(vector)
-    return resident_pages / total_pages if total_pages else 0.0
+        pages = resident_pages(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        resident += sum(pages)
+        total_pages += len(pages)
+    return resident / total_pages if total_pages else 0.0
 
 
 def drop(paths: Iterable[Path]) -> None:
@@ -94,26 +79,3 @@ def _opened(paths: Iterable[Path]) -> Iterator[FileIO]:
             continue
         with file:
             yield file
-
-
-def _residency(file: FileIO) -> "ctypes.Array[ctypes.c_ubyte]":
-    """A byte a page of the file: its lowest bit says whether the page is resident."""
-    size_bytes = os.fstat(file.fileno()).st_size
-    vector = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
-    if not size_bytes:
-        return vector
-    # Python's own mmap tells its address only where the mapping is writable.
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-    if address == _MAP_FAILED:
-        raise _os_error("mmap")
-    try:
-        if _libc.mincore(address, size_bytes, vector):
-            raise _os_error("mincore")
-    finally:
-        _libc.munmap(address, size_bytes)
-    return vector
-
-
-def _os_error(call: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")

@@ -8,23 +8,13 @@ import ctypes
 import errno
 import mmap
 
+from toolgap.mincore import resident_pages
+
 _CACHESTAT = 451
 """The number of cachestat(2), since Linux 6.5, on every architecture but Alpha."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _Range(ctypes.Structure):
@@ -63,11 +53,7 @@ def _cachestat(fd: int, offset: int, length_bytes: int) -> int | None:
 
 
 def _mincore(fd: int, offset: int, length_bytes: int) -> bool:
-    vector = (ctypes.c_ubyte * -(-length_bytes // mmap.PAGESIZE))()
-    address = _libc.mmap(None, length_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
-    if address == _MAP_FAILED:
-        return True
     try:
-        return bool(_libc.mincore(address, length_bytes, vector)) or all(page & 1 for page in vector)
-    finally:
-        _libc.munmap(address, length_bytes)
+        return all(resident_pages(fd, offset, length_bytes))
+    except OSError:
+        return True
