@@ -11,7 +11,7 @@ from harness import ADMIN_KEY, PAGE, Server
 
 from toolgap.bench.evidence import TRIALS
 from toolgap.bench.verify import problems
-from toolgap.gateway.answers import Usage
+from toolgap.gateway.apis.answers import Usage
 from toolgap.gateway.recording import Recording
 from toolgap.gateway.watch import Asked, Seen
 from toolgap.hooks.restores import Call

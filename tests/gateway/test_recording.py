@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolgap.gateway.answers import Usage
+from toolgap.gateway.apis.answers import Usage
 from toolgap.gateway.recording import Recording, RecordingError
 from toolgap.gateway.watch import Asked, Seen
 from toolgap.hooks.restores import Call

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from toolgap.gateway.sse import Events, EventTooLongError
+from toolgap.gateway.apis.sse import Events, EventTooLongError
 
 
 def read(*chunks: bytes, max_event_bytes: int = 1000) -> list[bytes]:

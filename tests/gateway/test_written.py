@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolgap.gateway.written import FORMATS, LONGEST_MARK, MAX_CALLS, UNNAMED, begins, written_calls
+from toolgap.gateway.apis.written import FORMATS, LONGEST_MARK, MAX_CALLS, UNNAMED, begins, written_calls
 
 JSON = '{"name": "bash", "arguments": {"command": "ls </b>"}}'
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from toolgap.gateway import watch
-from toolgap.gateway.answers import Json
+from toolgap.gateway.apis.answers import Json
 from toolgap.gateway.headers import Headers
 from toolgap.gateway.observing import Asked, Ending, Observation, Place
 from toolgap.gateway.restoring import Restoring

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from toolgap.gateway.answers import Json
+from toolgap.gateway.apis.answers import Json
 
 MAX_CONVERSATIONS = 4096
 

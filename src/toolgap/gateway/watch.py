@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from toolgap.client import PrefixFields
-from toolgap.gateway.answers import Json, Reader, UnreadableError, Usage
-from toolgap.gateway.anthropic import MessagesReader
-from toolgap.gateway.chat import ChatReader
-from toolgap.gateway.completions import CompletionReader
-from toolgap.gateway.responses import ResponsesReader
-from toolgap.gateway.sse import Events, EventTooLongError
+from toolgap.gateway.apis.answers import Json, Reader, UnreadableError, Usage
+from toolgap.gateway.apis.anthropic import MessagesReader
+from toolgap.gateway.apis.chat import ChatReader
+from toolgap.gateway.apis.completions import CompletionReader
+from toolgap.gateway.apis.responses import ResponsesReader
+from toolgap.gateway.apis.sse import Events, EventTooLongError
 from toolgap.hooks.restores import Call
 from toolgap.hooks.tool_calls import Answer
 from toolgap.protocol import PROMPT_FIELDS, Api

@@ -1,6 +1,6 @@
 """Answers of ``/v1/completions``. No I/O."""
 
-from toolgap.gateway.answers import (
+from toolgap.gateway.apis.answers import (
     Content,
     Json,
     Pieces,
@@ -12,7 +12,7 @@ from toolgap.gateway.answers import (
     refuse_error,
     usage_of,
 )
-from toolgap.gateway.written import LONGEST_MARK, begins, written_calls
+from toolgap.gateway.apis.written import LONGEST_MARK, begins, written_calls
 from toolgap.hooks.restores import Call
 
 

@@ -4,7 +4,7 @@ Only the tool calls, the ids and the sizes are read. SGLang makes its prompts of
 a prefix's ``messages`` do not go through: the prefix is named by the response's id, which is the request's as well.
 """
 
-from toolgap.gateway.answers import (
+from toolgap.gateway.apis.answers import (
     Content,
     Json,
     Reader,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from toolgap.gateway.answers import (
+from toolgap.gateway.apis.answers import (
     Content,
     Json,
     Pieces,

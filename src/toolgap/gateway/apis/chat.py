@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from toolgap.gateway.answers import (
+from toolgap.gateway.apis.answers import (
     Content,
     Json,
     Pieces,

@@ -1,0 +1,1 @@
+"""What the answers of the four APIs say: a reader for each."""
