@@ -60,6 +60,9 @@ class Turn(msgspec.Struct, kw_only=True):
     """Changes of the gateway's own metrics since the hint."""
     hint_ms: float | None = None
     """From sending the hint to its reply."""
+    refused: int | None = None
+    """Submits since the hint that the server refused, or that it was not reached for, by the gateway's metrics; None
+    in runs that did not note it."""
     invalid: list[str] = []
 
     @property
@@ -124,7 +127,7 @@ def _broken(turn: Turn) -> Iterator[tuple[str, str]]:
             if one.state in (State.RESTORED, State.PARTIAL) and min(one.read_tokens, one.used_tokens) >= whole
         ]
         if len(kept) != 1 or len(turn.operations) != 1:
-            yield "restored", "; ".join(states) or "nothing was submitted"
+            yield "restored", "; ".join(states) or f"nothing was submitted, {turn.refused or 0} refused"
     elif not restores and turn.operations:
         yield "restored", f"{len(turn.operations)} operations"
     if (ahead or not restores) and turn.told != (expected := expected_told(turn.operations)):

@@ -36,6 +36,7 @@ START_DEADLINE_S = 240.0
 PAUSE_DEADLINE_S = 60.0
 TOLD_DEADLINE_S = 5.0
 PREFIX = "toolgap_gateway_"
+REFUSED = "restores_refused_total"
 
 TOOL = "count_lines"
 PATH = "/var/log/agent.log"
@@ -169,17 +170,19 @@ def _restores(plan: Plan, trials: Sequence[Turn]) -> str:
                 f"{gap_ms:g} ms",
                 f"{sum(t.from_host for t in own)} of {len(own)}",
                 str(sum(t.joined for t in own)),
-                tables.spread(Spread.of(t.told[RESTORED] for t in own)),
-                tables.spread(Spread.of(t.told[USED] for t in own)),
+                tables.spread(Spread.of(expected_told(t.operations)[RESTORED] for t in own)),
+                tables.spread(Spread.of(expected_told(t.operations)[USED] for t in own)),
                 tables.spread(Spread.of(t.hint_ms for t in own if t.hint_ms is not None)),
                 tables.spread(Spread.of(t.late_ms for t in own)),
             ]
         )
     head = ["gap", "prefix in host memory", "joined", "tokens restored", "used", "hint's reply, ms"]
     return (
-        "What the gateway that restores has done, by its own metrics; of a continuation that comes before the server "
-        "has answered the submit, the gateway takes the submit back. *Late* is by how much the continuation left "
-        f"later than the gap asks for.\n\n{tables.table([*head, 'late, ms'], rows)}"
+        "What became of the restores, by the server. The gateway counts the same where the hint came before the "
+        "continuation (rule *told*); where the continuation comes before the server has answered the submit, the "
+        "gateway takes the submit back and counts nothing, and the continuation joins the read or reads by itself. "
+        "*Late* is by how much the continuation left later than the gap asks for.\n\n"
+        f"{tables.table([*head, 'late, ms'], rows)}"
     )
 
 
@@ -212,7 +215,7 @@ class Front:
         Raises:
             BenchError: it has not, in a minute.
         """
-        ended = ("restores_total", "restores_refused_total")
+        ended = ("restores_total", REFUSED)
         end = time.monotonic() + PAUSE_DEADLINE_S
         while True:
             now = self.metrics()
@@ -375,6 +378,7 @@ def play(stage: Stage, front: Front, scene: Scene, cell: Cell, round_number: int
         operations=operations,
         told=front.settled(before, expected_told(operations)),
         hint_ms=hint_ms,
+        refused=round(front.metrics().get(REFUSED, 0.0) - before.get(REFUSED, 0.0)),
     )
     trial.invalid = judge(trial)
     stage.settle()
