@@ -52,6 +52,7 @@ class Engine:
     """A server that speaks SGLang's HTTP interface; use as a context manager."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url, self.api_key = url, api_key
         self._http = httpx.Client(
             **connection(url, api_key),
             timeout=httpx.Timeout(600.0, connect=10.0),
@@ -165,7 +166,7 @@ def read_stream(lines: Iterable[str], sent_s: float, clock: Callable[[], float])
     output_ids: list[int] = []
     text = ""
     meta: dict[str, Any] = {}
-    for event in _events(lines):
+    for event in events(lines):
         if "error" in event:
             raise EngineError(f"the server failed to generate: {event['error']}")
         meta = event["meta_info"]
@@ -207,7 +208,8 @@ def read_samples(text: str) -> dict[str, float]:
     return samples
 
 
-def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON events of a server-sent stream."""
     for line in lines:
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":

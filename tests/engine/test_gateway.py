@@ -1,5 +1,8 @@
 """Two real workers behind a real gateway, real clients, an agent with a real tool."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -7,13 +10,18 @@ from pathlib import Path
 
 import pytest
 from gateways import WORKER_ARGUMENTS, Agent, AnthropicAgent, Gateway, OpenAIAgent, backed_up, gateway
-from harness import PAGE, PATIENT, Server, until
+from harness import ADMIN_KEY, PAGE, PATIENT, Server, until
 
+from toolgap.bench.evidence import TRIALS
+from toolgap.bench.verify import problems
 from toolgap.protocol import OperationStatus, State
 
 pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
+
+# The tiny model recomputes so fast that a restore is rightly declined now and then.
+ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
 
 Make = Callable[..., Agent]
 
@@ -24,17 +32,11 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     folder = tmp_path_factory.mktemp("workers")
     storage = folder / "l3"
     arguments = [*WORKER_ARGUMENTS, "--chat-template", str(TEMPLATE)]
-    # A read that a test has held makes storage slow in the server's eyes.
-    environment = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
                 Server(
-                    model,
-                    folder / name,
-                    arguments=arguments,
-                    environment=environment,
-                    shared_storage=storage,
+                    model, folder / name, arguments=arguments, environment=ENVIRONMENT, shared_storage=storage
                 )
             )
             for name in ("a", "b")
@@ -199,6 +201,26 @@ def test_a_conversation_that_moves_on_has_its_restore_stopped(
 
 def active(workers: tuple[Server, Server]) -> list[OperationStatus]:
     return [status for worker in workers for status in worker.toolgap.overview().active]
+
+
+def test_the_benchmark_plays_an_agents_turns_with_restores_and_without(
+    workers: tuple[Server, Server], tmp_path: Path
+) -> None:
+    worker, folder = workers[0], tmp_path / "turns"
+    command = [sys.executable, "-m", "toolgap", "bench", "run", "--recipe", "gateway", "-o", str(folder)]
+    command += ["--url", worker.url, "--api-key", ADMIN_KEY, "--storage-dir", str(worker.storage)]
+    command += ["--page-cache", "warm", "--page-tokens", str(PAGE), "--prompt-tokens", "1024"]
+    done = subprocess.run(
+        [*command, "--gap-ms", "0", "--gap-ms", "3000", "--trials", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    turns = [json.loads(line) for line in (folder / TRIALS).read_bytes().splitlines()]
+    assert len(turns) == 4
+    assert [turn["invalid"] for turn in turns if turn["invalid"]] == []
+    assert problems(folder) == []
 
 
 def test_a_conversation_of_a_worker_that_dies_is_restored_at_the_other(

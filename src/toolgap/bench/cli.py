@@ -190,7 +190,8 @@ def run(
         gaps_ms=values["gaps_ms"],
         arms=tuple(map(str, values["arms"])),
     )
-    server = _Server(model, model_name, cpu, url, api_key, storage_dir, tuple(arguments or ()))
+    needed = chosen.server_arguments if url is None else ()
+    server = _Server(model, model_name, cpu, url, api_key, storage_dir, (*needed, *(arguments or ())))
     _measure(plan, server, output, difference or [], deadline_s, as_json=as_json)
 
 

@@ -61,6 +61,8 @@ class Recipe(ABC, Generic[T]):
     """Fields of :class:`Plan` that differ for it from the matrix's."""
     own_servers: ClassVar[bool] = False
     """Whether it starts servers itself instead of using the one of the run."""
+    server_arguments: ClassVar[tuple[str, ...]] = ()
+    """What its server needs of SGLang's arguments beside what every run has; a server at a URL has them or not."""
 
     def cells(self, plan: Plan) -> list[Cell]:
         """What is measured in every round."""

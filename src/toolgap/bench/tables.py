@@ -3,10 +3,19 @@
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
+from typing import Protocol
 
 from toolgap.bench.evidence import Manifest
-from toolgap.bench.records import Trial
+from toolgap.bench.plan import Cell
 from toolgap.bench.spread import Spread
+
+
+class Compared(Protocol):
+    """A trial whose output is compared with that of the same prompt before."""
+
+    round: int
+    cell: Cell
+    reference_ids: list[int]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -42,7 +51,7 @@ def listed(title: str, items: Sequence[str]) -> str:
     return "" if not items else f"{title}:\n\n" + "\n".join(f"- {item}" for item in items)
 
 
-def outputs(trials: Sequence[Trial]) -> str:
+def outputs(trials: Sequence[Compared]) -> str:
     """How much the comparison of outputs can tell."""
     references = {(t.round, t.cell.prompt_tokens): tuple(t.reference_ids) for t in trials}
     return (

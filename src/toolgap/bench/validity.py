@@ -81,11 +81,14 @@ def _broken(trial: Trial) -> Iterator[tuple[str, str]]:
             )
         if (loaded := trial.counters.get(LOADED_BACK)) != whole:
             yield "unmoved", f"{loaded} tokens were loaded to the device and not {whole}"
-    share = trial.page_cache_share
-    if trial.page_cache == "warm" and (share is None or share < 0.99):
-        yield "page_cache", f"{share} of it was in the page cache"
-    if trial.page_cache == "cold" and (share is None or share > 0.01):
-        yield "page_cache", f"{share} of it was in the page cache"
+    if seen := page_cache_seen(trial.page_cache, trial.page_cache_share):
+        yield "page_cache", seen
+
+
+def page_cache_seen(wanted: str, share: float | None) -> str | None:
+    """How much of a trial's L3 files the page cache held, if that is not what the run says."""
+    held = {"warm": share is not None and share >= 0.99, "cold": share is not None and share <= 0.01}
+    return None if held.get(wanted, True) else f"{share} of it was in the page cache"
 
 
 def disagreements(trials: Sequence[Trial]) -> list[str]:

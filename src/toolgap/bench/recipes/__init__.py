@@ -6,6 +6,7 @@ from toolgap.bench.recipe import Recipe
 from toolgap.bench.recipes.admission import Admission
 from toolgap.bench.recipes.bystanders import Bystanders
 from toolgap.bench.recipes.early_return import EarlyReturn
+from toolgap.bench.recipes.gateway import ThroughGateway
 from toolgap.bench.recipes.many_agents import ManyAgents
 from toolgap.bench.recipes.matrix import Matrix
 from toolgap.bench.recipes.no_continuation import NoContinuation
@@ -23,6 +24,7 @@ _ALL: tuple[Recipe[Any], ...] = (
     Admission(),
     Replay(),
     StoreBeside(),
+    ThroughGateway(),
 )
 
 RECIPES = {recipe.name: recipe for recipe in _ALL}
