@@ -34,6 +34,10 @@ WORKER_ARGUMENTS = ("--tool-call-parser", "pythonic", "--constrained-json-disabl
 """With this parser ``tool_choice`` makes any model write its calls by a grammar, even one of random weights."""
 
 
+CLIENTS: list[openai.OpenAI | anthropic.Anthropic] = []
+"""Those of all agents so far; a gateway's end closes them."""
+
+
 class Gateway:
     """A gateway process."""
 
@@ -86,6 +90,8 @@ def gateway(folder: Path, upstreams: Sequence[str], *options: str) -> Iterator[G
             yield running
         finally:
             running.http.close()
+            while CLIENTS:
+                CLIENTS.pop().close()
 
 
 def count_lines(path: str) -> str:
@@ -117,6 +123,7 @@ class OpenAIAgent:
             max_retries=0,
             default_headers=headers or {},
         )
+        CLIENTS.append(self.client)
         self.streamed = streamed
         self.messages: list[Any] = [
             {"role": "system", "content": system(name)},
@@ -187,6 +194,7 @@ class AnthropicAgent:
         self.client = anthropic.Anthropic(
             base_url=url, auth_token=ADMIN_KEY, max_retries=0, default_headers=headers or {}
         )
+        CLIENTS.append(self.client)
         self.streamed = streamed
         self.system = system(name)
         self.messages: list[Any] = [{"role": "user", "content": "How many lines has /etc/passwd?"}]

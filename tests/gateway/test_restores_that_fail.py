@@ -1,6 +1,7 @@
 """A worker that cannot or will not restore: the stream passes as ever, and the metrics say what could not be done."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,15 @@ from toolgap.gateway.recording import Recording
 from toolgap.protocol import PATH
 
 CHAT = "/v1/chat/completions"
-REQUEST = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+GOES_ON = {
+    **REQUEST,
+    "messages": [
+        *REQUEST["messages"],
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+    ],
+}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
 ANSWER = json.dumps(
     {
@@ -48,16 +57,22 @@ class Worker:
         self.submits: list[dict[str, Any]] = []
         self.headers: list[tuple[bytes, bytes]] = []
         self.hangs = False
+        self.hold: threading.Event | None = None
+        """Submits wait for it."""
+        self.plain = False
+        """A chat is answered with something that is no answer."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == CHAT:
             await read_body(receive)
-            await respond(send, ANSWER, headers=JSON)
+            await respond(send, b"{}" if self.plain else ANSWER, headers=None if self.plain else JSON)
         elif scope["path"] == PATH:
             self.submits.append(json.loads(await read_body(receive)))
             self.headers = scope["headers"]
             if self.hangs:
                 await anyio.sleep_forever()
+            if self.hold is not None:
+                await anyio.to_thread.run_sync(self.hold.wait)
             await respond(send, self.body, self.status)
         else:
             await respond(send)
@@ -131,6 +146,52 @@ def test_a_server_without_room_is_asked_again_while_the_gap_lasts() -> None:
             assert time.monotonic() < end
             time.sleep(0.01)
         assert refused(url) == {}
+
+
+def test_a_submit_is_not_tried_again_once_the_continuation_has_come() -> None:
+    worker = Worker(429, refusal("host_budget", retry_after_s=0.01))
+    with behind(worker) as url:
+        ask(url)
+        end = time.monotonic() + 60
+        while not worker.submits:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        first = worker.submits[0]["operation_id"]
+        assert httpx.post(url + CHAT, json=GOES_ON, trust_env=False).content == ANSWER
+        while worker.submits[-1]["operation_id"] == first:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        later = len(worker.submits)
+        while len(worker.submits) < later + 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert first not in {submit["operation_id"] for submit in worker.submits[later:]}
+
+
+def test_a_submit_that_is_under_way_as_the_continuation_comes_goes_on() -> None:
+    """It may have been accepted: taken back, its cancel could reach the server before it."""
+    worker = Worker(501, refusal("not_supported"))
+    worker.hold = threading.Event()
+    with behind(worker) as url:
+        ask(url)
+        end = time.monotonic() + 60
+        while not worker.submits:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert httpx.post(url + "/v1/other", json={}, trust_env=False).status_code == 200
+        worker.plain = True
+        assert httpx.post(url + CHAT, json=GOES_ON, trust_env=False).status_code == 200
+        until_returned(url)
+        worker.hold.set()
+        until_refused(url, "not_supported")
+    assert {submit["action"] for submit in worker.submits} == {"submit"}
+
+
+def until_returned(url: str) -> None:
+    end = time.monotonic() + 60
+    while "toolgap_gateway_gap_seconds_count 1.0" not in httpx.get(url + "/metrics", trust_env=False).text:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_server_without_toolgap_is_left_alone_for_a_while() -> None:

@@ -86,7 +86,7 @@ RULES = {
     "restored": "where the hint came before the continuation, one restore read the whole prefix, and it was used; "
     "where nothing is restored, nothing was submitted",
     "told": "the gateway's own metrics of restored and used tokens and of joined requests are what the server says; "
-    "at a gap of 0, where the gateway may have taken a submit back, they are reported, not required",
+    "at a gap of 0, where the continuation may overtake the submit, they are reported, not required",
     "page_cache": "the page cache held the turn's files as the run says: 99 % or more, or 1 % or less",
 }
 

@@ -92,6 +92,8 @@ class Restoring:
         self._tasks: set[asyncio.Task[None]] = set()
         self._cancels: set[asyncio.Task[None]] = set()
         self._submitting: dict[str, asyncio.Task[None]] = {}
+        self._pausing: set[str] = set()
+        """Conversations whose submit was refused, and is tried again after a pause."""
         self._accepted: OrderedDict[str, list[Accepted]] = OrderedDict()
         self._placed: dict[str, Sequence[str]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -211,9 +213,10 @@ class Restoring:
         gap_s = self._turns.returned(conversation, now_s)
         if gap_s is None:
             return
-        # Its own request reads what is missing now: a submit would come too late.
-        waiting = self._submitting.pop(conversation, None)
-        if waiting is not None:
+        # Its own request reads what is missing now: to try again would be too late. A submit that is under way goes
+        # on: the continuation joins it, or it the continuation's read.
+        waiting = self._submitting.get(conversation)
+        if waiting is not None and conversation in self._pausing:
             waiting.cancel()
         self._tell(Returned(conversation=conversation, at_s=now_s, gap_s=gap_s, upstream=upstream))
 
@@ -329,7 +332,7 @@ class Restoring:
             except (ToolgapError, ToolgapUnreachable, WorkerQuietError) as error:
                 after_s = error.error.retry_after_s if isinstance(error, ToolgapError) else None
                 pause_s = None if after_s is None else retries.pause_s(after_s)
-                if pause_s is None:
+                if pause_s is None or not self._turns.is_waiting(step.conversation):
                     self._refused(step, urls[0] if urls else "", code_of(error))
                     return
             except asyncio.CancelledError:
@@ -337,7 +340,11 @@ class Restoring:
                 for url in urls:
                     self._take_back(Accepted(url, key, step.operation_id))
                 raise
-            await asyncio.sleep(pause_s)
+            self._pausing.add(step.conversation)
+            try:
+                await asyncio.sleep(pause_s)
+            finally:
+                self._pausing.discard(step.conversation)
         self._took(step, Accepted(url, key, step.operation_id), status)
 
     def _took(self, step: Submit, accepted: Accepted, status: OperationStatus) -> None:

@@ -200,6 +200,11 @@ class Turns:
         """Whether it is in a gap, or its continuation is under way."""
         return conversation in self._turns
 
+    def is_waiting(self, conversation: str) -> bool:
+        """Whether its continuation has not come yet."""
+        turn = self._turns.get(conversation)
+        return turn is not None and not turn.returned
+
     def open_affinities(self) -> set[str]:
         """Of the conversations whose continuation has not come."""
         return {turn.owner.affinity for turn in self._turns.values() if not turn.returned}

@@ -179,8 +179,8 @@ def _restores(plan: Plan, trials: Sequence[Turn]) -> str:
     head = ["gap", "prefix in host memory", "joined", "tokens restored", "used", "hint's reply, ms"]
     return (
         "What became of the restores, by the server. The gateway counts the same where the hint came before the "
-        "continuation (rule *told*); where the continuation comes before the server has answered the submit, the "
-        "gateway takes the submit back and counts nothing, and the continuation joins the read or reads by itself. "
+        "continuation (rule *told*); where the continuation comes before the server has answered the submit, it may "
+        "count less, and the continuation joins the read or reads by itself. "
         "*Late* is by how much the continuation left later than the gap asks for.\n\n"
         f"{tables.table([*head, 'late, ms'], rows)}"
     )
