@@ -115,9 +115,7 @@ class Run:
         self.at_s = start_s + lasts_s
         if ends_s <= self.at_s:
             self.timeline.listen(known)
-        self.timeline.listen(
-            events.Returned(conversation=key, at_s=self.at_s, gap_s=lasts_s, upstream=self.upstream)
-        )
+        self.timeline.listen(events.Returned(conversation=key, at_s=self.at_s, gap_s=lasts_s))
         if ends_s > self.at_s:
             self.timeline.listen(known)
         self.timeline.listen(

@@ -68,7 +68,7 @@ class Teller:
         )
 
     def returned(self, at_s: float) -> None:
-        self.timeline.listen(events.Returned(conversation=self.key, at_s=at_s, gap_s=at_s, upstream=UPSTREAM))
+        self.timeline.listen(events.Returned(conversation=self.key, at_s=at_s, gap_s=at_s))
 
     def closed(self, at_s: float) -> None:
         self.timeline.listen(events.Closed(conversation=self.key, at_s=at_s))

@@ -89,11 +89,9 @@ class Returned(_Event, tag="returned", frozen=True, kw_only=True):
 
     Attributes:
         gap_s: Its length in seconds, from the first tool call's leaving.
-        upstream: Where the continuation goes; None until that is known.
     """
 
     gap_s: float
-    upstream: str | None = None
 
 
 class Closed(_Event, tag="closed", frozen=True, kw_only=True):

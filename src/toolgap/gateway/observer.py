@@ -9,7 +9,7 @@ from toolgap.gateway.apis.answers import Json
 from toolgap.gateway.headers import Headers
 from toolgap.gateway.observing import Asked, Ending, Observation, Place
 from toolgap.gateway.restoring import Restoring
-from toolgap.gateway.sessions import Conversation, Sessions, session_name
+from toolgap.gateway.sessions import Conversation, Sessions
 from toolgap.gateway.turns import Owner
 from toolgap.gateway.upstreams import weight
 
@@ -90,7 +90,7 @@ class Watcher:
         if known is None:
             return None
         if self._restoring is not None:
-            self._restoring.asked(known.conversation.key, None)
+            self._restoring.asked(known.conversation.key)
         return _Exchange(self, known)
 
     def answered(self, known: "_Request", upstream: str, seen: watch.Seen) -> None:
@@ -100,7 +100,7 @@ class Watcher:
         self._sessions.answered(conversation.key, response_id, [call.id for call in seen.calls])
         if self._restoring is not None:
             owner = Owner(
-                conversation.affinity, known.headers.get("authorization"), known.session, known.replica
+                conversation.affinity, known.headers.get("authorization"), conversation.session, known.replica
             )
             self._restoring.answered(conversation.key, owner, upstream, seen)
         if self._recording is not None:
@@ -122,12 +122,10 @@ class Watcher:
         if self._restoring is not None:
             for forgotten in conversation.forgotten:
                 self._restoring.forgotten(forgotten)
-        name = session_name(headers, asked.request)
-        session = name[1].decode(errors="replace") if len(name) > 1 else None
         replica = named_replica(headers, asked.request)
         if replica is None and self._replicas > 1:
             replica = replica_of(conversation.affinity, self._replicas)
-        return _Request(asked, conversation, headers, session, replica, self.now_s)
+        return _Request(asked, conversation, headers, replica, self.now_s)
 
 
 class _Early(NamedTuple):
@@ -142,12 +140,11 @@ class _Request:
         asked: watch.Asked,
         conversation: Conversation,
         headers: Mapping[str, str],
-        session: str | None,
         replica: int | None,
         asked_s: float,
     ) -> None:
         self.asked, self.conversation, self.headers = asked, conversation, headers
-        self.session, self.replica, self.asked_s = session, replica, asked_s
+        self.replica, self.asked_s = replica, asked_s
 
 
 class _Exchange:

@@ -105,9 +105,9 @@ class Restoring:
 
     # ---- what the observer says; from any thread ----
 
-    def asked(self, conversation: str, upstream: str | None) -> None:
+    def asked(self, conversation: str) -> None:
         """A request of a conversation is under way."""
-        self._soon(lambda now_s: self._asked(conversation, upstream, now_s))
+        self._soon(lambda now_s: self._asked(conversation, now_s))
 
     def answered(self, conversation: str, owner: Owner, upstream: str, seen: Seen) -> None:
         """It was answered, wholly."""
@@ -209,7 +209,7 @@ class Restoring:
         self._soon(run)
         return answer
 
-    def _asked(self, conversation: str, upstream: str | None, now_s: float) -> None:
+    def _asked(self, conversation: str, now_s: float) -> None:
         gap_s = self._turns.returned(conversation, now_s)
         if gap_s is None:
             return
@@ -218,7 +218,7 @@ class Restoring:
         waiting = self._submitting.get(conversation)
         if waiting is not None and conversation in self._pausing:
             waiting.cancel()
-        self._tell(Returned(conversation=conversation, at_s=now_s, gap_s=gap_s, upstream=upstream))
+        self._tell(Returned(conversation=conversation, at_s=now_s, gap_s=gap_s))
 
     def _answered(self, conversation: str, owner: Owner, upstream: str, seen: Seen, now_s: float) -> None:
         self._spawn(self._ask_what_was_used(conversation, self._accepted.pop(conversation, [])))

@@ -58,12 +58,17 @@ class Conversation(NamedTuple):
     """Its conversation's name in this process: no client's name can be read from it."""
     affinity: str
     """The same for all requests of a conversation, in every gateway: what a worker is chosen by."""
-    is_named: bool
-    """Whether the client has named its session."""
+    session: str | None
+    """The client's own name of its session, if it gives one."""
     continues: bool
     """Whether the conversation is known: then this request's state replaces the one before."""
     forgotten: tuple[str, ...] = ()
     """Keys of conversations that had to make room."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the client has named its session."""
+        return self.session is not None
 
 
 class _Known:
@@ -129,7 +134,8 @@ class Sessions:
             key, oldest = self._known.popitem(last=False)
             self._unindex(oldest)
             forgotten.append(key)
-        return Conversation(known.key, known.affinity, bool(name), continues, tuple(forgotten))
+        session = name[1].decode(errors="replace") if name else None
+        return Conversation(known.key, known.affinity, session, continues, tuple(forgotten))
 
     def answered(self, key: str, response_id: str | None = None, calls: Iterable[str] = ()) -> None:
         """A conversation has its answer, and what names it goes on with this conversation.

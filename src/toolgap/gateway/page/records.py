@@ -78,7 +78,6 @@ class Gap(msgspec.Struct, kw_only=True):
     ended_s: float | None = None
     returned: bool = False
     """Whether it ended by a continuation; otherwise it was given up."""
-    returned_to: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     restores: list[Restore] = []

@@ -115,7 +115,7 @@ class Timeline:
                 case events.Hinted():
                     self._hinted(entry, event)
                 case events.Returned():
-                    self._ended(entry, event.at_s, returned=True, upstream=event.upstream)
+                    self._ended(entry, event.at_s, returned=True)
                 case events.Closed():
                     self._ended(entry, event.at_s, returned=False)
                     entry.is_closed = True
@@ -219,15 +219,12 @@ class Timeline:
         if gap := entry.open_gap:
             _list(gap, gap.hints, Hint(at_s=event.at_s, left_s=event.left_s))
 
-    def _ended(self, entry: _Entry, at_s: float, *, returned: bool, upstream: str | None = None) -> None:
+    def _ended(self, entry: _Entry, at_s: float, *, returned: bool) -> None:
         gap = entry.open_gap
         if gap is None:
-            # Told once more, with what was not known the first time.
-            if returned and upstream and entry.gaps and entry.gaps[-1].returned:
-                entry.gaps[-1].returned_to = upstream
             return
         gap.ended_s = max(at_s, gap.started_s)
-        gap.returned, gap.returned_to = returned, upstream
+        gap.returned = returned
         self._count(entry, returned=int(returned), gap_s=gap.ended_s - gap.started_s)
         for operation in entry.operations.values():
             if operation.gap is gap:
