@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,16 @@ def refused(url: str) -> dict[str, float]:
     }
 
 
-def until_refused(url: str, code: str, times: float = 1) -> None:
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what another process or thread tells by no event."""
     end = time.monotonic() + 60
-    while (counts := refused(url)).get(code, 0) < times:
-        assert time.monotonic() < end, counts
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def until_refused(url: str, code: str, times: float = 1) -> None:
+    until(lambda: refused(url).get(code, 0) >= times)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +146,7 @@ def test_a_server_without_room_is_asked_again_while_the_gap_lasts() -> None:
     worker = Worker(429, refusal("host_budget", retry_after_s=0.01))
     with behind(worker) as url:
         ask(url)
-        end = time.monotonic() + 60
-        while len(worker.submits) < 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: len(worker.submits) >= 3)
         assert refused(url) == {}
 
 
@@ -152,19 +154,12 @@ def test_a_submit_is_not_tried_again_once_the_continuation_has_come() -> None:
     worker = Worker(429, refusal("host_budget", retry_after_s=0.01))
     with behind(worker) as url:
         ask(url)
-        end = time.monotonic() + 60
-        while not worker.submits:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: worker.submits)
         first = worker.submits[0]["operation_id"]
         assert httpx.post(url + CHAT, json=GOES_ON, trust_env=False).content == ANSWER
-        while worker.submits[-1]["operation_id"] == first:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: worker.submits[-1]["operation_id"] != first)
         later = len(worker.submits)
-        while len(worker.submits) < later + 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: len(worker.submits) >= later + 3)
     assert first not in {submit["operation_id"] for submit in worker.submits[later:]}
 
 
@@ -174,10 +169,7 @@ def test_a_submit_that_is_under_way_as_the_continuation_comes_goes_on() -> None:
     worker.hold = threading.Event()
     with behind(worker) as url:
         ask(url)
-        end = time.monotonic() + 60
-        while not worker.submits:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: worker.submits)
         assert httpx.post(url + "/v1/other", json={}, trust_env=False).status_code == 200
         worker.plain = True
         assert httpx.post(url + CHAT, json=GOES_ON, trust_env=False).status_code == 200
@@ -188,10 +180,8 @@ def test_a_submit_that_is_under_way_as_the_continuation_comes_goes_on() -> None:
 
 
 def until_returned(url: str) -> None:
-    end = time.monotonic() + 60
-    while "toolgap_gateway_gap_seconds_count 1.0" not in httpx.get(url + "/metrics", trust_env=False).text:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    told = "toolgap_gateway_gap_seconds_count 1.0"
+    until(lambda: told in httpx.get(url + "/metrics", trust_env=False).text)
 
 
 def test_a_server_without_toolgap_is_left_alone_for_a_while() -> None:
@@ -223,10 +213,7 @@ def test_a_gateway_that_ends_while_a_submit_hangs_does_not_wait_for_it() -> None
     worker.hangs = True
     with behind(worker, restore_timeout_s=600.0) as url:
         ask(url)
-        end = time.monotonic() + 60
-        while not worker.submits:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: worker.submits)
 
 
 def test_the_requests_key_is_used_unless_the_gateway_has_its_own() -> None:
@@ -257,10 +244,7 @@ def test_what_passes_is_recorded_whether_or_not_it_is_restored(tmp_path: Path, r
         behind(Worker(501, refusal("not_supported")), restore=restore, recording=recording) as url,
     ):
         ask(url, Authorization="Bearer secret-key")
-        end = time.monotonic() + 60
-        while not path.read_bytes():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: path.read_bytes())
         metrics = httpx.get(url + "/metrics", trust_env=False).text
     (line,) = path.read_bytes().splitlines()
     recorded = json.loads(line)
