@@ -30,7 +30,7 @@ verify-evidence: env ## Recompute every figure of evidence/ from its raw trials,
 test: ## Set up, then run every test
 	@scripts/test
 
-test-unit: ## Run the tests that start no SGLang server: a minute and a half
+test-unit: ## Run the tests that start no SGLang server: three to four minutes
 	@scripts/test --ignore tests/engine -m "not engine"
 
 test-hooks: ## Run the tests of the hooks, in the agent libraries' environment
