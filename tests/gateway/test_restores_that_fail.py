@@ -10,12 +10,13 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import gateway, read_body, respond, serving, unused_url
 
 from toolgap.gateway.recording import Recording
-from toolgap.protocol import PATH
+from toolgap.protocol import PATH, OperationStatus, State
 
 CHAT = "/v1/chat/completions"
 REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
@@ -179,6 +180,33 @@ def test_a_submit_that_is_under_way_as_the_continuation_comes_goes_on() -> None:
     assert {submit["action"] for submit in worker.submits} == {"submit"}
 
 
+def test_a_submit_that_nobody_wants_by_now_is_taken_back_once_it_is_answered() -> None:
+    """A cancel that went out at once could reach the server before the submit, and find nothing."""
+    worker = Worker(501, refusal("not_supported"))
+    worker.hold = threading.Event()
+    with behind(worker) as url:
+        ask(url, **{"x-session-id": "s"})
+        until(lambda: worker.submits)
+        hint = {"session_ended": "s"}
+        assert httpx.post(url + "/toolgap/hints", json=hint, trust_env=False).status_code == 200
+        [submit] = worker.submits
+        ended = OperationStatus(
+            operation_id=submit["operation_id"],
+            state=State.CANCELLED,
+            requested_tokens=10,
+            aligned_tokens=0,
+            resident_tokens=0,
+            ttl_s=60.0,
+            elapsed_s=0.1,
+            namespace="n",
+        )
+        worker.status, worker.body = 200, msgspec.json.encode(ended)
+        worker.hold.set()
+        until(lambda: worker.submits[1:])
+    _, cancel = worker.submits
+    assert (cancel["action"], cancel["operation_id"]) == ("cancel", submit["operation_id"])
+
+
 def until_returned(url: str) -> None:
     told = "toolgap_gateway_gap_seconds_count 1.0"
     until(lambda: told in httpx.get(url + "/metrics", trust_env=False).text)
@@ -214,6 +242,8 @@ def test_a_gateway_that_ends_while_a_submit_hangs_does_not_wait_for_it() -> None
     with behind(worker, restore_timeout_s=600.0) as url:
         ask(url)
         until(lambda: worker.submits)
+    # It may have been accepted.
+    assert [call["action"] for call in worker.submits] == ["submit", "cancel"]
 
 
 def test_the_requests_key_is_used_unless_the_gateway_has_its_own() -> None:

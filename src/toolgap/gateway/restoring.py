@@ -57,6 +57,21 @@ class Accepted(NamedTuple):
     operation_id: str
 
 
+class _Submission:
+    """A submit that no worker has answered for good yet."""
+
+    def __init__(self, step: Submit) -> None:
+        self.step = step
+        self.wanted = True
+        """Else it is taken back as soon as it is accepted."""
+        self.task: asyncio.Task[None] | None = None
+
+    def leave(self) -> None:
+        """End it; what it may have begun at a worker is taken back."""
+        if self.task is not None:
+            self.task.cancel()
+
+
 class Restoring:
     """The restores of a gateway.
 
@@ -91,9 +106,10 @@ class Restoring:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._cancels: set[asyncio.Task[None]] = set()
-        self._submitting: dict[str, asyncio.Task[None]] = {}
-        self._pausing: set[str] = set()
-        """Conversations whose submit was refused, and is tried again after a pause."""
+        self._submissions: dict[str, _Submission] = {}
+        """By operation."""
+        self._pausing: dict[str, _Submission] = {}
+        """By conversation, those that were refused and are tried again after a pause."""
         self._accepted: OrderedDict[str, list[Accepted]] = OrderedDict()
         self._placed: dict[str, Sequence[str]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -215,9 +231,7 @@ class Restoring:
             return
         # Its own request reads what is missing now: to try again would be too late. A submit that is under way goes
         # on: the continuation joins it, or it the continuation's read.
-        waiting = self._submitting.get(conversation)
-        if waiting is not None and conversation in self._pausing:
-            waiting.cancel()
+        self._stop_trying(conversation)
         self._tell(Returned(conversation=conversation, at_s=now_s, gap_s=gap_s))
 
     def _answered(self, conversation: str, owner: Owner, upstream: str, seen: Seen, now_s: float) -> None:
@@ -295,25 +309,29 @@ class Restoring:
         if self._closed or len(self._tasks) >= MAX_TASKS:
             self._refused(step, "", "gateway_busy")
             return
-        task = self._spawn(self._restore(step))
-        self._submitting[step.conversation] = task
+        submission = self._submissions[step.operation_id] = _Submission(step)
+        submission.task = self._spawn(self._restore(submission))
+        submission.task.add_done_callback(lambda _: self._submissions.pop(step.operation_id, None))
 
-        def done(_: asyncio.Task[None]) -> None:
-            if self._submitting.get(step.conversation) is task:
-                del self._submitting[step.conversation]
-
-        task.add_done_callback(done)
+    def _stop_trying(self, conversation: str) -> None:
+        pausing = self._pausing.pop(conversation, None)
+        if pausing is not None:
+            pausing.leave()
 
     def _cancel(self, step: Cancel) -> None:
-        waiting = self._submitting.pop(step.conversation, None)
-        if waiting is not None:
-            waiting.cancel()
+        submission = self._submissions.get(step.operation_id)
+        if submission is not None:
+            # A cancel now could reach the worker before the submit does, and would find nothing.
+            submission.wanted = False
+            if self._pausing.get(step.conversation) is submission:
+                self._stop_trying(step.conversation)
         for one in self._accepted.get(step.conversation, ()):
             if one.operation_id == step.operation_id:
                 self._take_back(one)
 
-    async def _restore(self, step: Submit) -> None:
-        """Submit until it is accepted or refused for good, then wait for the outcome."""
+    async def _restore(self, submission: _Submission) -> None:
+        """Submit until it is accepted or refused for good."""
+        step = submission.step
         urls = self._place(step.owner.affinity)
         key = self._key(step.owner)
         started_s = self._clock()
@@ -332,7 +350,8 @@ class Restoring:
             except (ToolgapError, ToolgapUnreachable, WorkerQuietError) as error:
                 after_s = error.error.retry_after_s if isinstance(error, ToolgapError) else None
                 pause_s = None if after_s is None else retries.pause_s(after_s)
-                if pause_s is None or not self._turns.is_waiting(step.conversation):
+                waiting = submission.wanted and self._turns.is_waiting(step.conversation)
+                if pause_s is None or not waiting:
                     self._refused(step, urls[0] if urls else "", code_of(error))
                     return
             except asyncio.CancelledError:
@@ -340,12 +359,16 @@ class Restoring:
                 for url in urls:
                     self._take_back(Accepted(url, key, step.operation_id))
                 raise
-            self._pausing.add(step.conversation)
+            self._pausing[step.conversation] = submission
             try:
                 await asyncio.sleep(pause_s)
             finally:
-                self._pausing.discard(step.conversation)
-        self._took(step, Accepted(url, key, step.operation_id), status)
+                if self._pausing.get(step.conversation) is submission:
+                    del self._pausing[step.conversation]
+        accepted = Accepted(url, key, step.operation_id)
+        self._took(step, accepted, status)
+        if not submission.wanted:
+            self._take_back(accepted)
 
     def _took(self, step: Submit, accepted: Accepted, status: OperationStatus) -> None:
         self._accepted.setdefault(step.conversation, []).append(accepted)
@@ -448,16 +471,20 @@ class Restoring:
         self._loop.create_task(self._end(timeout_s)).add_done_callback(lambda _: self._loop.stop())
 
     async def _end(self, timeout_s: float) -> None:
-        """Let cancels be sent, then leave everything."""
+        """Let submits be answered and cancels be sent, then leave everything."""
         end_s = time.monotonic() + timeout_s
-        submitting = list(self._submitting.values())
-        for task in submitting:
-            task.cancel()
-        # What they may have begun at a worker they take back as they end.
-        await asyncio.gather(*submitting, return_exceptions=True)
+        submissions = list(self._submissions.values())
+        tasks = [one.task for one in submissions if one.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s / 2)
+        for one in submissions:
+            one.leave()
+        await asyncio.gather(*tasks, return_exceptions=True)
         while self._cancels and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.wait(self._cancels, timeout=left_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # One that ends may begin another.
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._workers.close()
