@@ -73,6 +73,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.over = threading.Event()
+        self.each_fault = threading.Event()
+        """Set once every fault has happened: however short a soak is, it has them all."""
         self.busy = threading.Event()
         """Cleared while clients hold back, so that a change can be made which SGLang makes only if idle."""
         self.busy.set()
@@ -186,13 +188,17 @@ class Soak:
         """One fault after another until the time is over."""
         chance = random.Random(self.random.random())
         faults = [self.flush, self.fail, self.miss, self.delay, self.hang, self.replace, self.pause]
+        left: list[Callable[[random.Random], None]] = []
         while not self.over.wait(chance.uniform(0.2, 2.0)):
-            fault = chance.choice(faults)
+            left = left or chance.sample(faults, len(faults))
+            fault = left.pop()
             try:
                 fault(chance)
                 self.counts[f"fault: {fault.__name__}"] += 1
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told at the end
                 self.problems.append(f"{fault.__name__}: {type(error).__name__}: {error}"[:400])
+            if not left:
+                self.each_fault.set()
 
     @contextlib.contextmanager
     def calm(self, chance: random.Random) -> Iterator[None]:
@@ -278,6 +284,8 @@ class Soak:
             if progress:
                 done = sum(self.counts[name] for name in ("submit", "cancel", "generate"))
                 print(f"{elapsed:6.0f} s  {done} calls, {len(self.problems)} problems", flush=True)  # noqa: T201
+        if not self.each_fault.wait(300.0):
+            self.problems.append("the faults did not come round")
         self.over.set()
         self.busy.set()
         for thread in threads:
@@ -326,6 +334,7 @@ class Soak:
             for status in server.toolgap.overview().recent:
                 server.toolgap.cancel(status.operation_id)  # leases
             server.check_back_at(before)
+            server.flush()
             for which, prompt in enumerate(self.prompts):
                 outcome = server.ended(server.toolgap.submit(input_ids=prompt).operation_id)
                 if outcome.state is not State.RESTORED:
