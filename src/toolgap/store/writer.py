@@ -61,7 +61,15 @@ class Writer:
                 self._counters.fail(refusal, len(batch))
             else:
                 written |= self._write(batch)
+        self._keep_limit()
         return written
+
+    def _keep_limit(self) -> None:
+        """What several processes wrote at once may be too much together, and what was being read was spared."""
+        try:
+            self._room.make(0, self._options.limit_bytes)
+        except OSError as error:
+            self._counters.trouble(reason(error))
 
     def _write(self, batch: Sequence[Pending]) -> set[int]:
         try:
