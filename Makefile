@@ -4,7 +4,7 @@ PYTHON ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-hooks test-engine test-gateway soak lint lint-deploy format typecheck docs docs-check clean
+.PHONY: help env env-agents demo examples bench verify-evidence test test-unit test-fast test-hooks test-engine test-gateway soak lint lint-deploy format typecheck docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -30,7 +30,10 @@ verify-evidence: env ## Recompute every figure of evidence/ from its raw trials,
 test: ## Set up, then run every test
 	@scripts/test
 
-test-unit: ## Run the tests that start no SGLang server: three to four minutes
+test-unit: ## Run the tests of what needs no server, no other process and no browser: under a minute
+	@scripts/test --ignore tests/engine -m "not engine and not slow"
+
+test-fast: ## Run all tests that start no SGLang server: three to four minutes
 	@scripts/test --ignore tests/engine -m "not engine"
 
 test-hooks: ## Run the tests of the hooks, in the agent libraries' environment

@@ -14,6 +14,8 @@ from toolgap.bench.evidence import MANIFEST, REPORT, TRIALS, Evidence
 from toolgap.bench.records import Trial
 from toolgap.bench.verify import problems
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def verified(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,6 +29,8 @@ from toolgap.bench.workload import (
     scale,
 )
 
+pytestmark = pytest.mark.slow
+
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "agent_tool_turns.csv"
 HEADER = "trace,turn,gap_raw_s,gap_corrected_s,prev_in,prev_out,in,prev_is_block_prefix"
 FITS = {"raw": FITTED_RAW, "corrected": FITTED_CORRECTED}

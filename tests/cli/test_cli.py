@@ -33,6 +33,8 @@ from toolgap.protocol import (
 from toolgap.settings import Settings, variable
 from toolgap.terminal import EXITS, Exit
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:

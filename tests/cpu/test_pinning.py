@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 CODE = """
 from toolgap.cpu.pinning import ignore_pinning
 ignore_pinning("any", argument=1)

@@ -15,6 +15,8 @@ from test_proxy_faults import STREAM, answering
 from toolgap.gateway.headers import Headers
 from toolgap.gateway.observing import EVENT_BYTES, Asked, Ending, Observation, Observing, Place
 
+pytestmark = pytest.mark.slow
+
 
 class Recorder:
     """Writes down what it is shown; each step may be made to do something else."""

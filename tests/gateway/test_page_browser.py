@@ -23,6 +23,8 @@ from toolgap.gateway.page import Timeline, routes
 from toolgap.gateway.page.routes import HEADERS
 from toolgap.gateway.sessions import Sessions
 
+pytestmark = pytest.mark.slow
+
 CLIENT = "alice-at-example"
 PROMPT = "the secret of the prompt"
 

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import begin, chunk, gateway, read_body, respond, serving, unused_url
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 
 

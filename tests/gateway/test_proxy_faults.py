@@ -12,6 +12,8 @@ import pytest
 from servers import begin, chunk, gateway, is_check, raw, read_body, read_request, reset, respond, serving
 from test_proxy import CHAT, ask, connect
 
+pytestmark = pytest.mark.slow
+
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"

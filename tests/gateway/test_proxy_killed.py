@@ -18,6 +18,8 @@ from test_service import process
 from toolgap.bench.gateway import Arm, Plan, run
 from toolgap.childserver import free_port
 
+pytestmark = pytest.mark.slow
+
 
 class Endless:
     """An upstream that begins a stream and goes on with it until its client has gone."""

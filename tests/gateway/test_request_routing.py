@@ -13,6 +13,8 @@ from servers import gateway, read_body, respond, serving
 from toolgap.gateway.observer import named_replica, replica_of
 from toolgap.protocol import PATH
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "user", "content": "q"}]
 REPLIES: dict[str, Any] = {
     "/v1/chat/completions": {

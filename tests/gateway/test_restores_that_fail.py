@@ -18,6 +18,8 @@ from servers import gateway, read_body, respond, serving, unused_url
 from toolgap.gateway.recording import Recording
 from toolgap.protocol import PATH, OperationStatus, State
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 GOES_ON = {

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from toolgap.cli import app as cli
 from toolgap.terminal import Exit
 
+pytestmark = pytest.mark.slow
+
 SECRETS = ("sk-secret", "the prompt", "in-the-query")
 
 

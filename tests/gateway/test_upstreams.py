@@ -19,6 +19,8 @@ from test_proxy_faults import OK, answering
 from toolgap.gateway.connections import Connections
 from toolgap.gateway.upstreams import Health, Upstream, Upstreams, order
 
+pytestmark = pytest.mark.slow
+
 URLS = st.lists(st.integers(1, 9999).map("http://h:{}".format), min_size=1, max_size=6, unique=True)
 
 

@@ -15,6 +15,8 @@ from toolgap.gateway.policy import Action, Policy, Restore, Settings, Stop, When
 from toolgap.gateway.sessions import Sessions
 from toolgap.hooks.tool_calls import Answer, ToolCalls
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 HOUR_S, DAY_S, DAYS = 3600.0, 86_400.0, 7
 CONVERSATIONS = 2500

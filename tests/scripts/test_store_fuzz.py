@@ -11,6 +11,8 @@ import pytest
 import store_fuzz
 from toolgap.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(store_fuzz.__file__)
 
 

@@ -19,6 +19,8 @@ from toolgap.store.record import BLOCK_BYTES
 from toolgap.store.segments import headers, namespace_of
 from toolgap.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 KEYS = ["a", "b", "c"]
 SIZE = 64
 

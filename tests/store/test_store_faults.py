@@ -15,6 +15,8 @@ from toolgap.store.errors import StoreError
 from toolgap.store.options import Fsync, Options
 from toolgap.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 KEYS = [f"k{number}" for number in range(6)]
 HERE = Path(__file__).parent
 

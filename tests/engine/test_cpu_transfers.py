@@ -26,6 +26,8 @@ from toolgap.cpu.transfers import (  # noqa: E402
     load_to_device_per_layer,
 )
 
+pytestmark = pytest.mark.engine
+
 LAYERS, HEADS, DIM, PAGE, DEVICE_TOKENS, HOST_TOKENS = 3, 2, 8, 4, 40, 64
 
 # Pages out of order and not aligned with each other; every slot once.

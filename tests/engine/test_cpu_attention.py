@@ -17,6 +17,8 @@ from toolgap.cpu.attention import (  # noqa: E402
     visible,
 )
 
+pytestmark = pytest.mark.engine
+
 SLOTS, DIM = 512, 16
 
 
