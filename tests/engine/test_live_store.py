@@ -1,36 +1,18 @@
 """Toolgap's store under a real server: what is restored from it is exact, and what is damaged is recomputed."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PAGE, PATIENT, Prompt, Server, until
+from harness import PAGE, Prompt, Server, until
+from storing import PAGES, TOKENS, counted, flip_pages, recomputed, restored, serving, sizes
 
 from toolgap.childserver import ServerError
 from toolgap.cpu.model import build_tiny_model
-from toolgap.protocol import OperationStatus, Reason, State
-from toolgap.store.config import StoreConfig, arguments
+from toolgap.protocol import Reason, State
+from toolgap.store.config import StoreConfig
 
 pytestmark = pytest.mark.engine
-
-PAGES = 40
-"""More than SGLang's shortest read (16 pages)."""
-TOKENS = PAGES * PAGE
-
-
-@contextmanager
-def serving(model: Path, folder: Path, store: Path) -> Iterator[Server]:
-    with Server(
-        model,
-        folder,
-        arguments=[
-            *arguments(StoreConfig(path=str(store))),
-            *("--hicache-mem-layout", "page_first", "--served-model-name", "tiny"),
-        ],
-        environment=PATIENT,
-    ) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(model: Path, path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(model, tmp_path_factory.mktemp("shared"), path) as server:
+    with serving(model, tmp_path_factory.mktemp("shared"), StoreConfig(path=str(path))) as server:
         yield server
 
 
@@ -49,26 +31,6 @@ def server(shared: Server) -> Iterator[Server]:
     """A server over a store, with an empty cache; afterwards everything is back where it was."""
     with shared.left_as_found():
         yield shared
-
-
-def restored(server: Server, prefix: Sequence[int]) -> OperationStatus:
-    return server.ended(server.toolgap.submit(input_ids=prefix).operation_id)
-
-
-def counted(server: Server, name: str) -> float:
-    """The sum of one of the store's metrics."""
-    lines = server.http.get("/metrics").text.splitlines()
-    return sum(
-        float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"sglang:hicache_store_{name}{{")
-    )
-
-
-def recomputed(server: Server, prompt: list[int]) -> list[int]:
-    """What the model says to a prompt if nothing of it is cached."""
-    answer = server.generate(prompt, tokens=8, extra_key="computed")
-    assert answer.sources == (0, 0, 0)
-    server.flush()
-    return answer.output_ids
 
 
 def test_a_continuation_of_a_restored_prefix_is_exact(server: Server, prompt: Prompt) -> None:
@@ -147,7 +109,7 @@ def test_two_servers_share_a_folder_and_other_weights_are_refused(
     server.store([*first, 5])
     expected = {tuple(prefix): recomputed(server, [*prefix, 7, 8, 9]) for prefix in (first, second)}
 
-    with serving(model, tmp_path / "another", path) as another:
+    with serving(model, tmp_path / "another", StoreConfig(path=str(path))) as another:
         assert restored(another, first).state is State.RESTORED
         answer = another.generate([*first, 7, 8, 9], tokens=8)
         assert (answer.sources, answer.output_ids) == ((0, TOKENS, 0), expected[tuple(first)])
@@ -164,7 +126,10 @@ def test_two_servers_share_a_folder_and_other_weights_are_refused(
     assert (answer.sources, answer.output_ids) == ((0, TOKENS, 0), expected[tuple(second)])
 
     other_weights = build_tiny_model(tmp_path / "other", seed=1)
-    with pytest.raises(ServerError), serving(other_weights, tmp_path / "refused", path):
+    with (
+        pytest.raises(ServerError),
+        serving(other_weights, tmp_path / "refused", StoreConfig(path=str(path))),
+    ):
         pass
     log = (tmp_path / "refused" / "server.log").read_text()
     assert "StoreError" in log
@@ -187,22 +152,3 @@ def test_a_folder_that_is_gone_costs_the_read_alone(server: Server, prompt: Prom
     answer = server.generate(continuation, tokens=8)
     assert (answer.sources, answer.output_ids) == ((0, 0, 0), expected)
     assert restored(server, prompt(TOKENS)).state is State.MISS
-
-
-def sizes(store: Path) -> dict[Path, int]:
-    return {file: file.stat().st_size for file in store.glob("segments/*.seg")}
-
-
-def flip_pages(file: Path, begin: int, end: int, *, first: int) -> None:
-    """Flip bytes in the middle of each of the last stored pages but the first ones; sizes stay."""
-    if end == begin:
-        return
-    content = bytearray(file.read_bytes())
-    # The first page of a segment has a block before it.
-    begin = max(begin, end - (end - begin) // PAGES * PAGES)
-    record_bytes = (end - begin) // PAGES
-    for page in range(first, PAGES):
-        at = begin + page * record_bytes + record_bytes // 2
-        content[at : at + 1024] = bytes(byte ^ 0xFF for byte in content[at : at + 1024])
-    with file.open("r+b") as stream:
-        stream.write(content)
