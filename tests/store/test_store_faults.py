@@ -41,6 +41,20 @@ def test_a_removed_folder_is_misses_until_it_is_back(tmp_path: Path) -> None:
             assert all(read_right(other, KEYS))
 
 
+def test_a_folder_that_was_moved_away_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store"
+    with Store.open(path, NAMESPACE) as store:
+        store.write(pages(KEYS))
+        path.rename(tmp_path / "elsewhere")
+        assert read_right(store, KEYS) == [False] * 6
+        stats = store.stats()
+        assert (stats.trouble, stats.failures, stats.damaged_pages) == ("gone", {"gone": 6}, 0)
+        (record,) = caplog.records
+        assert "was removed" in record.message
+        (tmp_path / "elsewhere").rename(path)
+        assert all(read_right(store, KEYS))
+
+
 def test_a_folder_that_comes_back_as_another_store_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Store.open(path, NAMESPACE) as store:

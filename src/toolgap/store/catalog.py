@@ -91,10 +91,15 @@ class Catalog:
             finally:
                 self.lock.release()
 
-    def refresh(self) -> bool:
-        """See what other processes did, under the lock; False if it cannot be told. A removed folder leaves nothing."""
+    def refresh(self, *, thorough: bool = False) -> bool:
+        """See what other processes did, under the lock; False if it cannot be told. A removed folder leaves nothing.
+
+        That it was moved away, and not removed, is seen if it is `thorough`.
+        """
         if self._is_closed:
             return False
+        if thorough:
+            self._log.look_again()
         try:
             if self._log.changed():
                 self._apply_tail()

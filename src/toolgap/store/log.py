@@ -83,6 +83,17 @@ class Log:
         state = os.fstat(self._fd)
         return state.st_nlink == 0 or state.st_size // ENTRY_BYTES * ENTRY_BYTES != self._position
 
+    def look_again(self) -> None:
+        """Have :meth:`changed` see also that the folder was moved, or that another was mounted over it."""
+        if self._fd < 0:
+            return
+        try:
+            is_same = os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        except OSError:
+            is_same = False
+        if not is_same:
+            self.close()
+
     @contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
         """Hold the folder's lock: only then is the log appended to or replaced.

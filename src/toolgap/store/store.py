@@ -166,8 +166,11 @@ class Store:
             return
         damaged: list[Entry] = []
         with self._catalog.lock:
-            # First, whether another process evicted them meanwhile.
-            self._catalog.refresh()
+            # First, whether another process evicted them meanwhile, or they went with the folder.
+            self._catalog.refresh(thorough=any(fault == "ENOENT" for _, fault in failed))
+            if self._catalog.refusal() == "gone":
+                self._counters.fail("gone", sum(fault in DAMAGE for _, fault in failed))
+                return
             for entry, fault in failed:
                 if fault in DAMAGE and self._catalog.index.get(entry.identity) == entry.place:
                     is_nothing_left = fault in (Fault.HOLE, "ENOENT")
