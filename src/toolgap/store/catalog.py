@@ -149,8 +149,9 @@ class Catalog:
             with self._log.locked(wait=wait):
                 self._apply_tail()
                 self._log.append(entries)
+                for entry in entries:
+                    self.index.apply(entry)
                 try:
-                    self._apply_tail()
                     # Whoever cannot wait for the lock has no time for this either.
                     if wait and self._log.entries > 2 * len(self.index) + _SPARE_ENTRIES:
                         self._log.replace(self.index.entries())

@@ -164,7 +164,7 @@ class Log:
                     yield new(Entry, (kind, identity, new(Place, (segment, offset, payload_bytes))))
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """Append entries, all or none; under :meth:`locked`.
+        """Append entries, all or none; under :meth:`locked`, once :meth:`tail` was read. They count as read.
 
         Raises:
             LogGoneError: the log was removed.
@@ -182,6 +182,8 @@ class Log:
         except OSError:
             os.ftruncate(self._fd, whole)
             raise
+        self._position = whole + len(entries) * ENTRY_BYTES
+        self.entries += len(entries)
 
     def replace(self, entries: Iterable[Entry]) -> None:
         """Write the log anew, whole or not at all; under :meth:`locked`. It counts as read.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from toolgap.store import pagecache
 from toolgap.store.files import lock_range, pread_all
 from toolgap.store.options import ReadPath
-from toolgap.store.record import BLOCK_BYTES, Place, filling, is_hole, payload_check, unpack
+from toolgap.store.record import BLOCK_BYTES, Place, check_in, filling, is_hole, payload_check, record_bytes
 from toolgap.store.segments import reason, segment_path
 
 _logger = logging.getLogger(__name__)
@@ -73,12 +73,13 @@ def strips(wanted: Iterable[Wanted], strip_bytes: int) -> list[Strip]:
     made: list[Strip] = []
     group: list[Wanted] = []
     group_bytes = buffers = 0
+    behind = (-1, -1)
     for page in sorted(wanted, key=lambda page: page.place):
-        size, count = page.place.record_bytes, len(page.buffers) + 2
+        segment, offset, payload_bytes = page.place
+        size, count = record_bytes(payload_bytes), len(page.buffers) + 2
         fits = (
             group
-            and group[-1].place.segment == page.place.segment
-            and group[-1].place.end == page.place.offset
+            and behind == (segment, offset)
             and group_bytes + size <= strip_bytes
             and len(group) < _RECORDS
             and buffers + count <= _BUFFERS
@@ -89,6 +90,7 @@ def strips(wanted: Iterable[Wanted], strip_bytes: int) -> list[Strip]:
         group.append(page)
         group_bytes += size
         buffers += count
+        behind = segment, offset + size
     if group:
         made.append(Strip(group, group_bytes))
     return made
@@ -229,12 +231,10 @@ class Reader:
                 faults[page.number] = Fault.TRUNCATED
                 continue
             block = scratch[position * BLOCK_BYTES : (position + 1) * BLOCK_BYTES]
-            header = unpack(block)
-            if header is None:
+            check = check_in(block, self._namespace, page.key, page.place)
+            if check is None:
                 faults[page.number] = Fault.HOLE if is_hole(block) else Fault.HEADER
-            elif (header.key, header.namespace, header.place) != (page.key, self._namespace, page.place):
-                faults[page.number] = Fault.HEADER
-            elif payload_check(self._namespace, page.key, page.buffers) != header.check:
+            elif payload_check(self._namespace, page.key, page.buffers) != check:
                 faults[page.number] = Fault.CHECKSUM
         return faults
 

@@ -75,9 +75,7 @@ def identities(namespace: bytes, keys: Iterable[str]) -> list[bytes]:
 
 def payload_check(namespace: bytes, key: bytes, buffers: Iterable[memoryview]) -> bytes:
     """The checksum of a page: 16 bytes over namespace, key and payload. Releases the interpreter lock."""
-    state = xxhash.xxh3_128(namespace)
-    state.update(len(key).to_bytes(4, "little"))
-    state.update(key)
+    state = xxhash.xxh3_128(namespace + len(key).to_bytes(4, "little") + key)
     for buffer in buffers:
         state.update(buffer)
     return state.digest()
@@ -107,6 +105,16 @@ def unpack(block: bytes | memoryview) -> Header | None:
         return None
     key = bytes(block[_FIELDS.size : _FIELDS.size + key_bytes])
     return Header(key, name, namespace, Place(segment, offset, payload_bytes), check)
+
+
+def check_in(block: memoryview, namespace: bytes, key: bytes, place: Place) -> bytes | None:
+    """The payload's checksum, if the block is this page's header, and whole; else None."""
+    if xxhash.xxh3_128_digest(block[:_CHECK_AT]) != block[_CHECK_AT:]:
+        return None
+    *head, _, check, owner = _FIELDS.unpack_from(block)
+    if head != [_MAGIC, _VERSION, len(key), *place] or owner != namespace:
+        return None
+    return check if block[_FIELDS.size : _FIELDS.size + len(key)] == key else None
 
 
 def is_hole(block: bytes | memoryview) -> bool:
