@@ -11,7 +11,10 @@ import pytest
 from samples import ENGINE
 from toolgap import doctor
 from toolgap.client import ToolgapUnreachable
-from toolgap.doctor import Finding, Installation, Level, ServerAnswers
+from toolgap.doctor import ServerAnswers
+from toolgap.doctor.environment import check_environment
+from toolgap.doctor.findings import Finding, Level
+from toolgap.doctor.installation import Installation, check_installation
 from toolgap.protocol import VERSION, Code, Error, ErrorReply, Overview
 from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
 from toolgap.store.config import StoreConfig
@@ -77,7 +80,7 @@ def check_server(prompt_tokens: int | None = None, **changes: Any) -> list[Findi
 
 
 def test_a_sound_installation() -> None:
-    found = doctor.check_installation(Installation("0.5.23", [], ["toolgap", "toolgap_cpu"]), SUPPORTED)
+    found = check_installation(Installation("0.5.23", [], ["toolgap", "toolgap_cpu"]), SUPPORTED)
     assert [finding.level for finding in found] == [Level.OK] * 3
 
 
@@ -91,13 +94,13 @@ def test_a_sound_installation() -> None:
     ],
 )
 def test_installations_on_which_toolgap_is_off(installation: Installation, expected: set[str]) -> None:
-    found = doctor.check_installation(installation, SUPPORTED)
+    found = check_installation(installation, SUPPORTED)
     assert problems(found) == expected
     assert all(finding.mend for finding in found if finding.level is Level.PROBLEM)
 
 
 def test_every_hook_that_does_not_fit_is_named() -> None:
-    found = doctor.check_installation(Installation("0.5.23", ["a: is x", "b: is y"], ["toolgap"]), SUPPORTED)
+    found = check_installation(Installation("0.5.23", ["a: is x", "b: is y"], ["toolgap"]), SUPPORTED)
     assert [f.meaning[:6] for f in found if f.name == "hooks"] == ["a: is ", "b: is "]
 
 
@@ -116,22 +119,22 @@ def test_every_hook_that_does_not_fit_is_named() -> None:
     ],
 )
 def test_environments(environ: dict[str, str], expected: set[str]) -> None:
-    assert problems(doctor.check_environment(environ)) == expected
+    assert problems(check_environment(environ)) == expected
 
 
 def test_a_variable_that_is_nearly_a_setting_is_noted() -> None:
-    found = doctor.check_environment({"TOOLGAP_MAX_OPERATION": "1", "TOOLGAP_CPU": "1", "TOOLGAP_URL": "x"})
+    found = check_environment({"TOOLGAP_MAX_OPERATION": "1", "TOOLGAP_CPU": "1", "TOOLGAP_URL": "x"})
     [note] = [finding for finding in found if finding.level is Level.NOTE]
     assert "TOOLGAP_MAX_OPERATION." in note.meaning
     assert "TOOLGAP_MAX_OPERATIONS?" in str(note.mend)
 
 
 def test_an_app_of_the_operators_own_is_noted() -> None:
-    own = doctor.check_environment({APP_PATH_VARIABLE: "my.server:app"})
+    own = check_environment({APP_PATH_VARIABLE: "my.server:app"})
     [note] = [finding for finding in own if finding.level is Level.NOTE]
     assert "my.server:app" in note.meaning
     assert "toolgap.sglang.workers" in str(note.mend)
-    assert doctor.check_environment({APP_PATH_VARIABLE: APP_PATH}) == doctor.check_environment({})
+    assert check_environment({APP_PATH_VARIABLE: APP_PATH}) == check_environment({})
 
 
 # ---- arguments ----
@@ -368,7 +371,7 @@ def test_asking_nobody() -> None:
         doctor.ask_server("http://server:1", None, httpx.MockTransport(handler))
 
 
-def levels(findings: list[doctor.Finding]) -> dict[str, str]:
+def levels(findings: list[Finding]) -> dict[str, str]:
     return {finding.name: finding.level for finding in findings}
 
 
@@ -376,7 +379,7 @@ def test_a_store_is_found_in_sglangs_arguments(tmp_path: Path) -> None:
     config = StoreConfig(path=str(tmp_path / "kv"), limit_bytes=1 << 30)
     found = doctor.check_arguments(["--enable-hierarchical-cache", *store_arguments(config)])
     (store,) = [finding for finding in found if finding.name == "store"]
-    assert store.level == doctor.Level.OK
+    assert store.level == Level.OK
     assert "at most 1.0 GiB" in store.meaning
     assert "store-limit" not in levels(found)
     assert doctor.inspect_store('{"class_name": "Another"}') is None
@@ -390,13 +393,13 @@ def test_what_a_store_lacks() -> None:
     place = doctor.StorePlace(Path("/disk/kv"), None, reads_in_place=False, has_xxhash=False, free_bytes=None)
     found = levels(doctor.check_store(place))
     assert found == {
-        "store-packages": doctor.Level.PROBLEM,
-        "store-interface": doctor.Level.NOTE,
-        "store": doctor.Level.PROBLEM,
+        "store-packages": Level.PROBLEM,
+        "store-interface": Level.NOTE,
+        "store": Level.PROBLEM,
     }
     assert levels(
         doctor.check_store(place._replace(has_xxhash=True, free_bytes=1 << 40, reads_in_place=True))
     ) == {
-        "store": doctor.Level.OK,
-        "store-limit": doctor.Level.NOTE,
+        "store": Level.OK,
+        "store-limit": Level.NOTE,
     }

@@ -15,6 +15,7 @@ from harness import ADMIN_KEY, PAGE, Answer, Prompt, Server, until
 
 from toolgap import doctor
 from toolgap.childserver import free_port
+from toolgap.doctor.findings import Level
 from toolgap.protocol import Code, Reason, State
 from toolgap.sglang.internals.targets import SUPPORTED
 
@@ -191,4 +192,4 @@ def test_a_decode_server_refuses_by_name(model: Path, tmp_path: Path) -> None:
             assert "decode half" in reply.json()["error"]["message"]
             assert "prefill server" in reply.json()["error"]["message"]
         found = doctor.check_server(doctor.ask_server(server.url, ADMIN_KEY), SUPPORTED)
-        assert "disaggregation" in {f.name for f in found if f.level is doctor.Level.PROBLEM}
+        assert "disaggregation" in {f.name for f in found if f.level is Level.PROBLEM}

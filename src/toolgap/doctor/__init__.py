@@ -5,241 +5,29 @@ The ``check_*`` functions are pure: they compute findings from plain values. ``i
 """
 
 import argparse
-import contextlib
-import difflib
 import importlib.util
-import io
 import json
 import os
 import shutil
 import tomllib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import httpx
-import msgspec
 
 from toolgap.client import REQUEST_TIMEOUT_S, Toolgap, ToolgapError, ToolgapUnreachable, connection
+from toolgap.doctor.environment import RUST_SERVER_MEND
+from toolgap.doctor.findings import Finding, Level, note, ok, problem
 from toolgap.protocol import PATH, VERSION, Code, EngineStatus, Error, Overview
-from toolgap.serve import INSTALL, PLUGIN, wants_rust_server
-from toolgap.settings import PREFIX, Settings, SettingsError, variable
-from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
+from toolgap.settings import variable
 from toolgap.store import config as stores
 from toolgap.store.errors import StoreError
-
-PLUGIN_GROUP = "sglang.srt.plugins"
-CPU_PLUGIN = "toolgap_cpu"
 
 GIB = 1 << 30
 
 DEFAULT_THRESHOLD_TOKENS = 256
 """SGLang's ``prefetch_threshold`` where nothing sets it."""
-
-
-class Level(StrEnum):
-    """How much a finding matters."""
-
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-class Finding(msgspec.Struct, kw_only=True, frozen=True):
-    """One thing that was looked at."""
-
-    name: str
-    level: Level
-    meaning: str
-    """What was found, and what follows from it."""
-    mend: str | None = None
-    """What to do about it."""
-
-
-def _ok(name: str, meaning: str) -> Finding:
-    return Finding(name=name, level=Level.OK, meaning=meaning)
-
-
-def _note(name: str, meaning: str, mend: str | None = None) -> Finding:
-    return Finding(name=name, level=Level.NOTE, meaning=meaning, mend=mend)
-
-
-def _problem(name: str, meaning: str, mend: str) -> Finding:
-    return Finding(name=name, level=Level.PROBLEM, meaning=meaning, mend=mend)
-
-
-def has_problem(findings: Sequence[Finding]) -> bool:
-    """Whether one of them is a problem."""
-    return any(finding.level is Level.PROBLEM for finding in findings)
-
-
-# ---- this Python environment ----
-
-
-class Installation(NamedTuple):
-    """What is installed beside Toolgap."""
-
-    sglang_version: str | None
-    hook_problems: list[str]
-    """What of SGLang's internals differs from what Toolgap hooks."""
-    plugins: list[str]
-    """Names of the plugins that SGLang would find."""
-
-
-def inspect_installation() -> Installation:
-    """Look at this environment. Imports SGLang where it is installed, which takes a while."""
-    try:
-        version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        version = None
-    plugins = [entry_point.name for entry_point in metadata.entry_points(group=PLUGIN_GROUP)]
-    return Installation(version, [] if version is None else _hook_problems(), plugins)
-
-
-def _hook_problems() -> list[str]:
-    from toolgap.sglang.internals import targets
-
-    # SGLang prints, warns and configures logging while it is imported.
-    noise = io.StringIO()
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(noise),
-        contextlib.redirect_stderr(noise),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            return targets.check(http=True)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever breaks its import is the finding
-            return [f"SGLang cannot be imported: {type(error).__name__}: {error}"]
-
-
-def check_installation(installation: Installation, supported: Sequence[str]) -> list[Finding]:
-    """Findings about what is installed.
-
-    Args:
-        installation: As :func:`inspect_installation` found it.
-        supported: SGLang releases that this release of Toolgap supports.
-    """
-    version = installation.sglang_version
-    findings = []
-    if version is None:
-        findings.append(
-            _problem("sglang-release", "SGLang is not installed in this Python environment.", INSTALL)
-        )
-    elif version not in supported:
-        findings.append(
-            _problem(
-                "sglang-release",
-                f"SGLang {version} is installed. Toolgap registers nothing on it, and the server starts "
-                "without the endpoint.",
-                f"pip install 'sglang=={supported[-1]}', or a Toolgap for SGLang {version}.",
-            )
-        )
-    else:
-        findings.append(_ok("sglang-release", f"SGLang {version} is installed and supported."))
-        findings += [
-            _problem(
-                "hooks",
-                f"{problem}. Toolgap registers nothing, and the server starts without the endpoint.",
-                f"Install SGLang {version} anew, unpatched: pip install --force-reinstall --no-deps "
-                f"'sglang=={version}'.",
-            )
-            for problem in installation.hook_problems
-        ] or [_ok("hooks", "Everything of SGLang that Toolgap hooks is as expected.")]
-    if PLUGIN in installation.plugins:
-        findings.append(_ok("entry-point", "SGLang finds Toolgap's plugin."))
-    else:
-        findings.append(
-            _problem(
-                "entry-point",
-                f"No installed package has an entry point {PLUGIN!r} in {PLUGIN_GROUP}, so SGLang does "
-                "not find Toolgap.",
-                "Install Toolgap as a package into SGLang's environment: pip install toolgap.",
-            )
-        )
-    return findings
-
-
-def check_environment(environ: Mapping[str, str]) -> list[Finding]:
-    """Findings about environment variables that a server would start with."""
-    return [
-        *_check_settings(environ),
-        *_check_plugin_list(environ),
-        *_check_rust_server(environ),
-        *_check_app_path(environ),
-    ]
-
-
-def _check_settings(environ: Mapping[str, str]) -> list[Finding]:
-    findings = []
-    try:
-        Settings.from_environ(environ)
-        findings.append(_ok("settings", f"The {PREFIX} variables can be used."))
-    except SettingsError as error:
-        findings.append(
-            _problem(
-                "settings",
-                f"{error}. Toolgap is off in a server that starts with it.",
-                "Correct the variable, or unset it.",
-            )
-        )
-    known = list(Settings().to_environ())
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in known:
-            # A near miss is a slip; other names may be of other tools.
-            findings += [
-                _note("settings", f"No setting reads {name}.", f"Did you mean {near}?")
-                for near in difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-            ]
-    return findings
-
-
-def _check_plugin_list(environ: Mapping[str, str]) -> list[Finding]:
-    allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
-    wanted = [PLUGIN, CPU_PLUGIN] if environ.get("TOOLGAP_CPU") == "1" else [PLUGIN]
-    missing = [name for name in wanted if allowed and name not in allowed]
-    if not missing:
-        return [_ok("plugin-list", "SGLANG_PLUGINS does not exclude Toolgap.")]
-    return [
-        _problem(
-            "plugin-list",
-            f"SGLANG_PLUGINS lists the plugins that SGLang may load, and not {' and '.join(missing)}.",
-            f"Unset it, or set SGLANG_PLUGINS={','.join(sorted(allowed | set(missing)))}.",
-        )
-    ]
-
-
-RUST_SERVER_MEND = "Start SGLang without SGLANG_RUST_SERVER."
-
-
-def _check_rust_server(environ: Mapping[str, str]) -> list[Finding]:
-    if wants_rust_server(environ):
-        return [
-            _problem(
-                "http-server",
-                "SGLANG_RUST_SERVER replaces SGLang's Python HTTP server, which plugins add routes to.",
-                RUST_SERVER_MEND,
-            )
-        ]
-    return [_ok("http-server", "SGLang's Python HTTP server is in use.")]
-
-
-def _check_app_path(environ: Mapping[str, str]) -> list[Finding]:
-    app_path = environ.get(APP_PATH_VARIABLE, APP_PATH)
-    if app_path == APP_PATH:
-        return []
-    return [
-        _note(
-            "http-server",
-            f"{APP_PATH_VARIABLE} names {app_path}: with several tokenizer workers they serve that app, and "
-            "SGLang loads no plugins in them.",
-            f"Unset it, or let that app's module import {APP_PATH.partition(':')[0]} first.",
-        )
-    ]
-
 
 # ---- a server's set-up: SGLang's arguments ----
 
@@ -404,7 +192,7 @@ def check_set_up(arguments: Mapping[str, Any]) -> list[Finding]:
                 Finding(name=rule.name, level=rule.level, meaning=rule.bad.format(value), mend=rule.mend)
             )
         elif rule.good is not None:
-            findings.append(_ok(rule.name, rule.good.format(value)))
+            findings.append(ok(rule.name, rule.good.format(value)))
     if not arguments.get("enable_hierarchical_cache", True):
         # Without it the rest of HiCache's arguments mean nothing.
         findings = [f for f in findings if f.name not in ("host-memory-mode", "write-policy")]
@@ -481,11 +269,11 @@ def check_arguments(arguments: Sequence[str], prompt_tokens: int | None = None) 
         threshold_tokens = read_threshold(values["hicache_storage_backend_extra_config"])
         place = inspect_store(values["hicache_storage_backend_extra_config"])
     except ValueError as error:
-        return [_problem("arguments", f"SGLang would not start: {error}.", "Correct its arguments.")]
+        return [problem("arguments", f"SGLang would not start: {error}.", "Correct its arguments.")]
     findings = []
     if values["config"] is not None:
         findings.append(
-            _note(
+            note(
                 "arguments",
                 f"What {values['config']} says is not checked here.",
                 "Start the server and check it: toolgap doctor --url URL.",
@@ -542,10 +330,10 @@ def check_store(place: StorePlace) -> list[Finding]:
     """Findings about the store that SGLang would be started with."""
     findings = []
     if not place.has_xxhash:
-        findings.append(_problem("store-packages", "The store needs xxhash.", "pip install 'toolgap[store]'"))
+        findings.append(problem("store-packages", "The store needs xxhash.", "pip install 'toolgap[store]'"))
     if not place.reads_in_place:
         findings.append(
-            _note(
+            note(
                 "store-interface",
                 "Without interface_v1 SGLang copies every page twice.",
                 'Add "interface_v1": 1 to its extra config, or let toolgap serve --store write that.',
@@ -554,7 +342,7 @@ def check_store(place: StorePlace) -> list[Finding]:
     if place.free_bytes is None:
         return [
             *findings,
-            _problem(
+            problem(
                 "store",
                 f"{place.path} cannot be written.",
                 "Name a folder that the server may write: --store PATH.",
@@ -564,10 +352,10 @@ def check_store(place: StorePlace) -> list[Finding]:
         "without a limit" if place.limit_bytes is None else f"of at most {place.limit_bytes / GIB:.1f} GiB"
     )
     free = f"{place.free_bytes / GIB:.1f} GiB"
-    findings.append(_ok("store", f"L3 is Toolgap's store {limit} in {place.path}; the disk has {free} free."))
+    findings.append(ok("store", f"L3 is Toolgap's store {limit} in {place.path}; the disk has {free} free."))
     if place.limit_bytes is None:
         findings.append(
-            _note(
+            note(
                 "store-limit",
                 "The store grows until the disk is full, and then stores nothing more.",
                 "Give it a limit: toolgap serve --store PATH --store-limit-gib N.",
@@ -615,14 +403,14 @@ def check_prompt(
     # SGLang reads whole pages, and at least one.
     threshold_tokens = max(threshold_tokens, page_tokens)
     if prompt_tokens is None:
-        return _note(
+        return note(
             "prompt",
             f"Prefixes with less than {threshold_tokens} tokens missing are never read from storage.",
             "Check your own prompts' length: --prompt-tokens N.",
         )
     aligned_tokens = prompt_tokens - prompt_tokens % page_tokens
     if aligned_tokens < threshold_tokens:
-        return _problem(
+        return problem(
             "prompt",
             f"Of {prompt_tokens} tokens, {aligned_tokens} fill whole pages, less than SGLang's "
             f"prefetch_threshold of {threshold_tokens}: it is never restored (below_threshold).",
@@ -630,13 +418,13 @@ def check_prompt(
             f"""'{{"prefetch_threshold": {max(page_tokens, min(64, aligned_tokens))}}}'.""",
         )
     if max_operation_tokens is not None and aligned_tokens > max_operation_tokens:
-        return _problem(
+        return problem(
             "prompt",
             f"{aligned_tokens} tokens exceed operations' share of host memory, {max_operation_tokens}: "
             "if none of them is resident, the submit gets 429 (prefix_too_large).",
             f"Raise {variable('host_share')}, or give SGLang more host memory (--hicache-size).",
         )
-    return _ok("prompt", f"{aligned_tokens} of {prompt_tokens} tokens can be restored.")
+    return ok("prompt", f"{aligned_tokens} of {prompt_tokens} tokens can be restored.")
 
 
 # ---- a running server ----
@@ -718,13 +506,13 @@ def check_server(
 
 def _check_info(answers: ServerAnswers) -> Finding:
     if answers.info_status in (401, 403):
-        return _note(
+        return note(
             "server-info",
             "/server_info wants SGLang's --api-key (also where the endpoint wants --admin-api-key), so the "
             "server's arguments are not checked.",
             "Run this once more with that key.",
         )
-    return _problem(
+    return problem(
         "server-info",
         f"{answers.url}/server_info answered {answers.info_status}: this is no SGLang server, or it has not "
         "started yet.",
@@ -736,10 +524,10 @@ def _check_release(info: Mapping[str, Any], supported: Sequence[str]) -> list[Fi
     version = info.get("version")
     findings = []
     if version in supported:
-        findings.append(_ok("sglang-release", f"The server runs SGLang {version}."))
+        findings.append(ok("sglang-release", f"The server runs SGLang {version}."))
     else:
         findings.append(
-            _problem(
+            problem(
                 "sglang-release",
                 f"The server runs SGLang {version}, which this release of Toolgap does not support.",
                 f"Run SGLang {supported[-1]}, or a Toolgap for SGLang {version}.",
@@ -747,7 +535,7 @@ def _check_release(info: Mapping[str, Any], supported: Sequence[str]) -> list[Fi
         )
     if info.get("frontend", "python") != "python":
         findings.append(
-            _problem(
+            problem(
                 "http-server",
                 f"The server's HTTP interface is SGLang's {info['frontend']} one, which loads no plugins.",
                 RUST_SERVER_MEND,
@@ -756,7 +544,7 @@ def _check_release(info: Mapping[str, Any], supported: Sequence[str]) -> list[Fi
     announced = info.get("toolgap")
     if isinstance(announced, dict) and announced.get("protocol") != VERSION:
         findings.append(
-            _problem(
+            problem(
                 "toolgap-release",
                 "The server runs another release of Toolgap than this one.",
                 "Install the same release at both ends.",
@@ -770,22 +558,22 @@ def _check_endpoint(answers: ServerAnswers) -> Finding:
     message = "" if answers.error is None else answers.error.message
     match status:
         case 200 if answers.overview is not None:
-            return _ok("endpoint", f"{endpoint} answers.")
+            return ok("endpoint", f"{endpoint} answers.")
         case 200:
-            return _problem(
+            return problem(
                 "endpoint",
                 f"{endpoint} answers, but not as this release of Toolgap does.",
                 "Install the same release of Toolgap at both ends, and check the URL.",
             )
         case 401 | 403:
-            return _problem(
+            return problem(
                 "endpoint",
                 f"{endpoint} answered {status}: the API key is missing or wrong.",
                 "Give SGLang's --admin-api-key if it has one, else its --api-key: --api-key here, or "
                 "TOOLGAP_API_KEY.",
             )
         case 404 | 405:
-            return _problem(
+            return problem(
                 "endpoint",
                 f"There is no {endpoint}: Toolgap is not loaded in the server's HTTP process.",
                 "Mend the other problems first. Is there none: install Toolgap into SGLang's environment and "
@@ -793,19 +581,19 @@ def _check_endpoint(answers: ServerAnswers) -> Finding:
                 "as does `toolgap doctor` there.",
             )
         case 501:
-            return _problem(
+            return problem(
                 "endpoint",
                 f"{endpoint} answered 501: {message or 'without a reason'}.",
                 "Do what it says; the server's log says more (look for 'toolgap').",
             )
         case _ if answers.error is not None and answers.error.code is Code.ENGINE_BUSY:
-            return _problem(
+            return problem(
                 "endpoint",
                 f"{endpoint} answered {status}: {message}. A long prefill may be running, or the scheduler hangs.",
                 "Try again; if it stays, see the server's log.",
             )
         case _:
-            return _problem(
+            return problem(
                 "endpoint",
                 f"{endpoint} answered {status}{': ' + message if message else ''}.",
                 "See the server's log.",
@@ -817,11 +605,11 @@ def _check_key(answers: ServerAnswers, info: Mapping[str, Any]) -> list[Finding]
     if answers.overview is None or "admin_api_key" not in info:
         return []
     if info["admin_api_key"]:
-        return [_ok("api-key", "The endpoint wants the server's admin API key.")]
+        return [ok("api-key", "The endpoint wants the server's admin API key.")]
     if info.get("api_key"):
-        return [_ok("api-key", "The endpoint wants the server's API key.")]
+        return [ok("api-key", "The endpoint wants the server's API key.")]
     return [
-        _note(
+        note(
             "api-key",
             "The server has no API key: everyone who reaches it may submit and cancel.",
             "Start SGLang with --admin-api-key where others reach it.",
@@ -833,14 +621,14 @@ def _check_engine(engine: EngineStatus, prompt_tokens: int | None) -> list[Findi
     findings = []
     if engine.storage_backend is None:
         findings.append(
-            _problem(
+            problem(
                 "storage-backend",
                 "No storage backend is attached: there is nothing to restore from, and submits are refused.",
                 "Start SGLang with --hicache-storage-backend, or attach one: PUT /hicache/storage-backend.",
             )
         )
     else:
-        findings.append(_ok("storage-backend", f"The storage backend is {engine.storage_backend}."))
+        findings.append(ok("storage-backend", f"The storage backend is {engine.storage_backend}."))
         findings.append(_check_capacity(engine))
         findings.append(
             check_prompt(
@@ -852,7 +640,7 @@ def _check_engine(engine: EngineStatus, prompt_tokens: int | None) -> list[Findi
         )
     if engine.paused:
         findings.append(
-            _note("paused", "Generation is paused, and submits get 503.", "POST /continue_generation.")
+            note("paused", "Generation is paused, and submits get 503.", "POST /continue_generation.")
         )
     return findings
 
@@ -860,7 +648,7 @@ def _check_engine(engine: EngineStatus, prompt_tokens: int | None) -> list[Findi
 def _check_storage_calls(overview: Overview) -> list[Finding]:
     """Stalls of every replica."""
     return [
-        _problem(
+        problem(
             "storage-reads",
             f"{engine.stalled_reads} storage calls were given up and have not returned"
             f"{'' if engine.dp_rank is None else f' on replica {engine.dp_rank}'}; they keep "
@@ -874,12 +662,12 @@ def _check_storage_calls(overview: Overview) -> list[Finding]:
 
 def _check_capacity(engine: EngineStatus) -> Finding:
     if engine.prefetch_capacity_tokens <= 0:
-        return _problem(
+        return problem(
             "prefetch-capacity",
             "The prefetch capacity is 0 tokens: SGLang reads nothing from storage, and submits are refused.",
             "Give SGLang more host memory: --hicache-size or --hicache-ratio.",
         )
-    return _ok(
+    return ok(
         "prefetch-capacity",
         f"Reads of {engine.prefetch_capacity_tokens} tokens fit at once, and operations may fill "
         f"{engine.max_operation_tokens} of {engine.host_total_tokens} tokens of host memory.",
