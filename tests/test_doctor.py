@@ -12,9 +12,12 @@ from samples import ENGINE
 from toolgap import doctor
 from toolgap.client import ToolgapUnreachable
 from toolgap.doctor import ServerAnswers
+from toolgap.doctor.arguments import check_arguments
 from toolgap.doctor.environment import check_environment
 from toolgap.doctor.findings import Finding, Level
 from toolgap.doctor.installation import Installation, check_installation
+from toolgap.doctor.prompt import check_prompt, read_threshold
+from toolgap.doctor.store import StorePlace, check_store, inspect_store
 from toolgap.protocol import VERSION, Code, Error, ErrorReply, Overview
 from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
 from toolgap.store.config import StoreConfig
@@ -174,29 +177,29 @@ HICACHE = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
     ],
 )
 def test_arguments(arguments: list[str], expected: set[str]) -> None:
-    found = doctor.check_arguments(arguments)
+    found = check_arguments(arguments)
     assert problems(found) == expected
     assert all(finding.mend for finding in found if finding.level is not Level.OK)
 
 
 def test_without_the_hierarchical_cache_its_other_arguments_are_not_judged() -> None:
-    names = {finding.name for finding in doctor.check_arguments(["--hicache-write-policy", "write_back"])}
+    names = {finding.name for finding in check_arguments(["--hicache-write-policy", "write_back"])}
     assert names.isdisjoint({"host-memory-mode", "write-policy"})
 
 
 def test_a_late_write_policy_is_noted() -> None:
-    found = doctor.check_arguments([*HICACHE, "--hicache-write-policy", "write_back"])
+    found = check_arguments([*HICACHE, "--hicache-write-policy", "write_back"])
     assert named(found, "write-policy").level is Level.NOTE
 
 
 def test_what_several_tokenizer_workers_leave_open_is_noted() -> None:
-    note = named(doctor.check_arguments([*HICACHE, "--tokenizer-worker-num", "2"]), "tokenizer-workers")
+    note = named(check_arguments([*HICACHE, "--tokenizer-worker-num", "2"]), "tokenizer-workers")
     assert note.level is Level.NOTE
     assert "2 tokenizer workers" in note.meaning
 
 
 def test_a_config_file_is_not_read_and_that_is_said() -> None:
-    found = doctor.check_arguments([*HICACHE, "--config", "server.yaml"])
+    found = check_arguments([*HICACHE, "--config", "server.yaml"])
     assert "server.yaml" in named(found, "arguments").meaning
 
 
@@ -220,24 +223,24 @@ def test_prompts_against_the_threshold(
     arguments = [*HICACHE, "--page-size", str(page)]
     if config is not None:
         arguments += ["--hicache-storage-backend-extra-config", config]
-    assert (problems(doctor.check_arguments(arguments, prompt_tokens)) == set()) is sound
+    assert (problems(check_arguments(arguments, prompt_tokens)) == set()) is sound
 
 
 def test_the_threshold_may_be_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"prefetch_threshold": 64}')
     (tmp_path / "c.toml").write_text("prefetch_threshold = 32\n")
-    assert doctor.read_threshold(f"@{tmp_path}/c.json") == 64
-    assert doctor.read_threshold(f"@{tmp_path}/c.toml") == 32
-    assert doctor.read_threshold(f"@{tmp_path}/c.yaml") is None
-    assert doctor.read_threshold('{"other": 1}') == 256
+    assert read_threshold(f"@{tmp_path}/c.json") == 64
+    assert read_threshold(f"@{tmp_path}/c.toml") == 32
+    assert read_threshold(f"@{tmp_path}/c.yaml") is None
+    assert read_threshold('{"other": 1}') == 256
     with pytest.raises(ValueError, match="whole number"):
-        doctor.read_threshold('{"prefetch_threshold": "64"}')
+        read_threshold('{"prefetch_threshold": "64"}')
 
 
 def test_the_mend_of_a_short_prompt_is_a_threshold_that_restores_it() -> None:
-    mend = str(doctor.check_prompt(100, 256, 16).mend)
+    mend = str(check_prompt(100, 256, 16).mend)
     config = mend[mend.index("{") : mend.index("}") + 1]
-    assert doctor.check_prompt(100, json.loads(config)["prefetch_threshold"], 16).level is Level.OK
+    assert check_prompt(100, json.loads(config)["prefetch_threshold"], 16).level is Level.OK
 
 
 # ---- a running server ----
@@ -377,29 +380,25 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 
 def test_a_store_is_found_in_sglangs_arguments(tmp_path: Path) -> None:
     config = StoreConfig(path=str(tmp_path / "kv"), limit_bytes=1 << 30)
-    found = doctor.check_arguments(["--enable-hierarchical-cache", *store_arguments(config)])
+    found = check_arguments(["--enable-hierarchical-cache", *store_arguments(config)])
     (store,) = [finding for finding in found if finding.name == "store"]
     assert store.level == Level.OK
     assert "at most 1.0 GiB" in store.meaning
     assert "store-limit" not in levels(found)
-    assert doctor.inspect_store('{"class_name": "Another"}') is None
-    unknown = doctor.check_arguments(
-        ["--hicache-storage-backend-extra-config", '{"class_name": "ToolgapStore"}']
-    )
+    assert inspect_store('{"class_name": "Another"}') is None
+    unknown = check_arguments(["--hicache-storage-backend-extra-config", '{"class_name": "ToolgapStore"}'])
     assert "no folder is named" in unknown[0].meaning
 
 
 def test_what_a_store_lacks() -> None:
-    place = doctor.StorePlace(Path("/disk/kv"), None, reads_in_place=False, has_xxhash=False, free_bytes=None)
-    found = levels(doctor.check_store(place))
+    place = StorePlace(Path("/disk/kv"), None, reads_in_place=False, has_xxhash=False, free_bytes=None)
+    found = levels(check_store(place))
     assert found == {
         "store-packages": Level.PROBLEM,
         "store-interface": Level.NOTE,
         "store": Level.PROBLEM,
     }
-    assert levels(
-        doctor.check_store(place._replace(has_xxhash=True, free_bytes=1 << 40, reads_in_place=True))
-    ) == {
+    assert levels(check_store(place._replace(has_xxhash=True, free_bytes=1 << 40, reads_in_place=True))) == {
         "store": Level.OK,
         "store-limit": Level.NOTE,
     }

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from toolgap import doctor
 from toolgap.cli import app
-from toolgap.doctor import RULES
 from toolgap.doctor.findings import Finding, Level
+from toolgap.doctor.rules import RULES
 from toolgap.sglang.internals.targets import SUPPORTED
 from toolgap.terminal import Exit
 

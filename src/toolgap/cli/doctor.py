@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from toolgap.doctor import ask_server, check_arguments, check_server
+from toolgap.doctor import ask_server, check_server
+from toolgap.doctor.arguments import check_arguments
 from toolgap.doctor.environment import check_environment
 from toolgap.doctor.findings import Finding, Level, has_problem
 from toolgap.doctor.installation import check_installation, inspect_installation
