@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from samples import ENGINE
-from toolgap import doctor
 from toolgap.client import ToolgapUnreachable
-from toolgap.doctor import ServerAnswers
+from toolgap.doctor.answers import ServerAnswers, ask_server
 from toolgap.doctor.arguments import check_arguments
 from toolgap.doctor.environment import check_environment
 from toolgap.doctor.findings import Finding, Level
 from toolgap.doctor.installation import Installation, check_installation
 from toolgap.doctor.prompt import check_prompt, read_threshold
+from toolgap.doctor.server import check_server
 from toolgap.doctor.store import StorePlace, check_store, inspect_store
 from toolgap.protocol import VERSION, Code, Error, ErrorReply, Overview
 from toolgap.sglang.plugin import APP_PATH, APP_PATH_VARIABLE
@@ -75,8 +75,8 @@ def named(findings: list[Finding], name: str) -> Finding:
     return finding
 
 
-def check_server(prompt_tokens: int | None = None, **changes: Any) -> list[Finding]:
-    return doctor.check_server(answers(**changes), SUPPORTED, prompt_tokens)
+def check(prompt_tokens: int | None = None, **changes: Any) -> list[Finding]:
+    return check_server(answers(**changes), SUPPORTED, prompt_tokens)
 
 
 # ---- this environment ----
@@ -247,7 +247,7 @@ def test_the_mend_of_a_short_prompt_is_a_threshold_that_restores_it() -> None:
 
 
 def test_a_sound_server() -> None:
-    found = check_server(prompt_tokens=1000)
+    found = check(prompt_tokens=1000)
     assert {finding.level for finding in found} == {Level.OK}
     assert "secret-of-the-admin" not in str(found)
 
@@ -264,7 +264,7 @@ def test_a_sound_server() -> None:
     ],
 )
 def test_what_the_servers_arguments_say(info: dict[str, Any], expected: set[str]) -> None:
-    assert problems(check_server(info=info)) == expected
+    assert problems(check(info=info)) == expected
 
 
 @pytest.mark.parametrize(
@@ -280,11 +280,11 @@ def test_what_the_servers_arguments_say(info: dict[str, Any], expected: set[str]
     ],
 )
 def test_what_the_engine_says(changes: dict[str, Any], expected: set[str]) -> None:
-    assert problems(check_server(prompt_tokens=1000, overview=overview(**changes))) == expected
+    assert problems(check(prompt_tokens=1000, overview=overview(**changes))) == expected
 
 
 def test_a_backend_that_was_attached_later_counts() -> None:
-    assert problems(check_server(info={"hicache_storage_backend": None})) == set()
+    assert problems(check(info={"hicache_storage_backend": None})) == set()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_backend_that_was_attached_later_counts() -> None:
     ],
 )
 def test_an_endpoint_that_gives_no_overview(changes: dict[str, Any], says: str) -> None:
-    found = check_server(**changes)
+    found = check(**changes)
     assert problems(found) == {"endpoint"}
     assert says in named(found, "endpoint").meaning
     assert named(found, "endpoint").mend
@@ -314,20 +314,20 @@ def test_an_endpoint_that_gives_no_overview(changes: dict[str, Any], says: str) 
     ],
 )
 def test_which_key_the_endpoint_wants(keys: dict[str, str | None], level: Level, says: str) -> None:
-    finding = named(check_server(info=keys), "api-key")
+    finding = named(check(info=keys), "api-key")
     assert finding.level is level
     assert says in finding.meaning
     assert "secret" not in finding.meaning
 
 
 def test_arguments_that_another_key_guards_are_noted() -> None:
-    found = doctor.check_server(answers()._replace(info_status=401, info=None), SUPPORTED)
+    found = check_server(answers()._replace(info_status=401, info=None), SUPPORTED)
     assert problems(found) == set()
     assert named(found, "server-info").level is Level.NOTE
 
 
 def test_what_is_no_sglang_server() -> None:
-    found = doctor.check_server(ServerAnswers("http://server:1", 404, None, 404, None, None), SUPPORTED)
+    found = check_server(ServerAnswers("http://server:1", 404, None, 404, None, None), SUPPORTED)
     assert problems(found) == {"server-info", "endpoint"}
 
 
@@ -341,7 +341,7 @@ def test_asking_a_server() -> None:
             return httpx.Response(200, json=SOUND)
         return httpx.Response(200, content=msgspec.json.encode(overview()))
 
-    got = doctor.ask_server("http://server:1", "key", httpx.MockTransport(handler))
+    got = ask_server("http://server:1", "key", httpx.MockTransport(handler))
     assert got == answers()
 
 
@@ -352,7 +352,7 @@ def test_asking_a_server_that_refuses() -> None:
         reply = ErrorReply(error=Error(code=Code.NOT_SUPPORTED, message="why"))
         return httpx.Response(501, content=msgspec.json.encode(reply))
 
-    got = doctor.ask_server("http://server:1", None, httpx.MockTransport(handler))
+    got = ask_server("http://server:1", None, httpx.MockTransport(handler))
     assert got == ServerAnswers(
         "http://server:1", 401, None, 501, None, Error(code=Code.NOT_SUPPORTED, message="why")
     )
@@ -362,7 +362,7 @@ def test_asking_what_is_no_sglang_server() -> None:
     def handler(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, html="<p>hello</p>")
 
-    got = doctor.ask_server("http://server:1", None, httpx.MockTransport(handler))
+    got = ask_server("http://server:1", None, httpx.MockTransport(handler))
     assert (got.info_status, got.info, got.endpoint_status, got.overview) == (200, None, 200, None)
 
 
@@ -371,7 +371,7 @@ def test_asking_nobody() -> None:
         raise httpx.ConnectError("refused", request=request)
 
     with pytest.raises(ToolgapUnreachable, match="refused"):
-        doctor.ask_server("http://server:1", None, httpx.MockTransport(handler))
+        ask_server("http://server:1", None, httpx.MockTransport(handler))
 
 
 def levels(findings: list[Finding]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from samples import ENGINE
 from toolgap import calls, client, serve, terminal
 from toolgap.cli import doctor
 from toolgap.demo import main as demo
-from toolgap.doctor import ServerAnswers
+from toolgap.doctor.answers import ServerAnswers
 from toolgap.doctor.findings import Finding, has_problem
 from toolgap.doctor.installation import Installation
 from toolgap.protocol import (

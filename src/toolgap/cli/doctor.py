@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from toolgap.doctor import ask_server, check_server
+from toolgap.doctor.answers import ask_server
 from toolgap.doctor.arguments import check_arguments
 from toolgap.doctor.environment import check_environment
 from toolgap.doctor.findings import Finding, Level, has_problem
 from toolgap.doctor.installation import check_installation, inspect_installation
+from toolgap.doctor.server import check_server
 from toolgap.terminal import ApiKey, Exit, Json, SglangArguments, guarded, print_json, say
 
 
