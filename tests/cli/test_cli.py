@@ -17,9 +17,12 @@ from rich.console import Console
 from typer.testing import Result
 
 from samples import ENGINE
-from toolgap import calls, client, doctor, serve, terminal
+from toolgap import calls, client, serve, terminal
+from toolgap.cli import doctor
 from toolgap.demo import main as demo
-from toolgap.doctor import Installation
+from toolgap.doctor.answers import ServerAnswers
+from toolgap.doctor.findings import Finding, has_problem
+from toolgap.doctor.installation import Installation
 from toolgap.protocol import (
     Code,
     Error,
@@ -412,8 +415,8 @@ def test_doctor_checks_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_speaks_json(monkeypatch: pytest.MonkeyPatch) -> None:
     result = examine(monkeypatch, "--json", "--", "--enable-hierarchical-cache")
-    findings = msgspec.json.decode(result.stdout, type=list[doctor.Finding])
-    assert doctor.has_problem(findings)
+    findings = msgspec.json.decode(result.stdout, type=list[Finding])
+    assert has_problem(findings)
     assert result.exit_code == Exit.FAILED
 
 
@@ -433,9 +436,9 @@ def test_doctor_with_options_that_do_not_go_together(
 
 
 def test_doctor_asks_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(url: str, api_key: str | None) -> doctor.ServerAnswers:
+    def ask(url: str, api_key: str | None) -> ServerAnswers:
         assert (url, api_key) == ("http://server:1", "key")
-        return doctor.ServerAnswers(url, 404, None, 404, None, None)
+        return ServerAnswers(url, 404, None, 404, None, None)
 
     monkeypatch.setattr(doctor, "ask_server", ask)
     result = run("doctor", "--url", "http://server:1", "--api-key", "key")

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from harness import ADMIN_KEY, PAGE, Answer, Prompt, Server, until
 
-from toolgap import doctor
 from toolgap.childserver import free_port
+from toolgap.doctor.answers import ask_server
+from toolgap.doctor.findings import Level
+from toolgap.doctor.server import check_server
 from toolgap.protocol import Code, Reason, State
 from toolgap.sglang.internals.targets import SUPPORTED
 
@@ -190,5 +192,5 @@ def test_a_decode_server_refuses_by_name(model: Path, tmp_path: Path) -> None:
             assert (reply.status_code, reply.json()["error"]["code"]) == (501, Code.NOT_SUPPORTED)
             assert "decode half" in reply.json()["error"]["message"]
             assert "prefill server" in reply.json()["error"]["message"]
-        found = doctor.check_server(doctor.ask_server(server.url, ADMIN_KEY), SUPPORTED)
-        assert "disaggregation" in {f.name for f in found if f.level is doctor.Level.PROBLEM}
+        found = check_server(ask_server(server.url, ADMIN_KEY), SUPPORTED)
+        assert "disaggregation" in {f.name for f in found if f.level is Level.PROBLEM}

@@ -9,9 +9,11 @@ import pytest
 from harness import ADMIN_KEY, PAGE, Server
 from typer.testing import CliRunner
 
-from toolgap import doctor
 from toolgap.cli import app
-from toolgap.doctor import RULES, Finding, Level
+from toolgap.doctor.answers import ask_server
+from toolgap.doctor.findings import Finding, Level
+from toolgap.doctor.rules import RULES
+from toolgap.doctor.server import check_server
 from toolgap.sglang.internals.targets import SUPPORTED
 from toolgap.terminal import Exit
 
@@ -23,10 +25,10 @@ def problems(findings: list[Finding]) -> set[str]:
 
 
 def test_a_sound_server_has_no_problems(server: Server) -> None:
-    answers = doctor.ask_server(server.url, ADMIN_KEY)
+    answers = ask_server(server.url, ADMIN_KEY)
     assert answers.info is not None
     assert {rule.argument for rule in RULES} <= answers.info.keys(), "SGLang renamed an argument"
-    found = doctor.check_server(answers, SUPPORTED, prompt_tokens=100 * PAGE)
+    found = check_server(answers, SUPPORTED, prompt_tokens=100 * PAGE)
     assert problems(found) == set()
     assert {finding.name for finding in found} >= {
         "endpoint",
@@ -34,7 +36,7 @@ def test_a_sound_server_has_no_problems(server: Server) -> None:
         "prefetch-capacity",
         "prompt",
     }
-    assert problems(doctor.check_server(answers, SUPPORTED, prompt_tokens=PAGE)) == {"prompt"}
+    assert problems(check_server(answers, SUPPORTED, prompt_tokens=PAGE)) == {"prompt"}
 
 
 def test_a_missing_key_is_found_and_the_keys_are_not_shown(server: Server) -> None:

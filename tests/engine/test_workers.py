@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from harness import ADMIN_KEY, DEADLINE_S, PAGE, Prompt, Server, until
 
-from toolgap import doctor
+from toolgap.doctor.answers import ask_server
+from toolgap.doctor.findings import Level, has_problem
+from toolgap.doctor.server import check_server
 from toolgap.protocol import MAX_WAIT_S, PATH, Code, OperationStatus, Reason, State
 from toolgap.sglang.internals.targets import SUPPORTED
 
@@ -176,7 +178,7 @@ def test_every_worker_asks_for_the_admin_key(workers: tuple[Worker, Worker]) -> 
 
 
 def test_the_doctor_notes_what_sglang_leaves_open(server: Server) -> None:
-    found = doctor.check_server(doctor.ask_server(server.url, ADMIN_KEY), SUPPORTED)
-    assert not doctor.has_problem(found), found
+    found = check_server(ask_server(server.url, ADMIN_KEY), SUPPORTED)
+    assert not has_problem(found), found
     [note] = [finding for finding in found if finding.name == "tokenizer-workers"]
-    assert note.level is doctor.Level.NOTE
+    assert note.level is Level.NOTE

@@ -10,7 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from toolgap.doctor import Finding, Level, has_problem
+from toolgap.doctor.answers import ask_server
+from toolgap.doctor.arguments import check_arguments
+from toolgap.doctor.environment import check_environment
+from toolgap.doctor.findings import Finding, Level, has_problem
+from toolgap.doctor.installation import check_installation, inspect_installation
+from toolgap.doctor.server import check_server
 from toolgap.terminal import ApiKey, Exit, Json, SglangArguments, guarded, print_json, say
 
 
@@ -55,28 +60,26 @@ def doctor(
 
 
 def _examine_environment(arguments: Sequence[str], prompt_tokens: int | None) -> list[Finding]:
-    from toolgap import doctor
     from toolgap.sglang.internals.targets import SUPPORTED
 
     # Bound to the real stderr: what SGLang's modules print meanwhile is dropped.
     with Console(file=sys.stderr).status("Importing SGLang, to check what Toolgap hooks ..."):
-        installation = doctor.inspect_installation()
-    findings = doctor.check_installation(installation, SUPPORTED)
-    findings += doctor.check_environment(os.environ)
+        installation = inspect_installation()
+    findings = check_installation(installation, SUPPORTED)
+    findings += check_environment(os.environ)
     if arguments:
-        findings += doctor.check_arguments(arguments, prompt_tokens)
+        findings += check_arguments(arguments, prompt_tokens)
     return findings
 
 
 def _examine_server(url: str, api_key: str | None, prompt_tokens: int | None) -> list[Finding]:
-    from toolgap import doctor
     from toolgap.sglang.internals.targets import SUPPORTED
 
     try:
-        answers = doctor.ask_server(url, api_key)
+        answers = ask_server(url, api_key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return doctor.check_server(answers, SUPPORTED, prompt_tokens)
+    return check_server(answers, SUPPORTED, prompt_tokens)
 
 
 _STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
