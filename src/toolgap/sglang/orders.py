@@ -20,6 +20,7 @@ from toolgap.sglang.messages import (
     HicachePrefetchReqOutput,
     Quiesce,
     Recall,
+    Recalled,
     Restore,
     decode_order,
 )
@@ -48,7 +49,7 @@ def carry_out(restorer: Restorer, message: HicachePrefetchReqInput) -> HicachePr
             case Describe(operation_id=str(operation_id)):
                 return _reply(message, restorer.find(operation_id).status(restorer.clock()))
             case Recall(request_id=request_id):
-                body = msgspec.msgpack.encode(restorer.recall(request_id))
+                body = msgspec.msgpack.encode(_recall(restorer, request_id))
                 return HicachePrefetchReqOutput(rid=message.rid, status=200, body=body)
             case CancelOperation(operation_id=operation_id):
                 return _reply(message, restorer.cancel(operation_id))
@@ -77,6 +78,29 @@ def _submit(restorer: Restorer, order: Restore, message: HicachePrefetchReqInput
     except Refused as refusal:
         restorer.metrics.refused(refusal.error.code)
         raise
+
+
+def _recall(restorer: Restorer, request_id: str) -> Recalled:
+    """The tokens of a recent request.
+
+    Raises:
+        Refused: 404 if it is not known.
+    """
+    request = restorer.record.find(request_id)
+    if request is None:
+        raise Refused(
+            Code.UNKNOWN_REQUEST,
+            f"no finished request {request_id!r} is known: {len(restorer.record)} recent ones are "
+            "(TOOLGAP_RECORDED_TOKENS)",
+            field="request_id",
+        )
+    return Recalled(
+        token_ids=request.token_ids.tobytes(),
+        prompt_tokens=request.prompt_tokens,
+        extra_key=request.extra_key,
+        cache_salt=request.cache_salt,
+        dp_rank=restorer.engine.dp_rank,
+    )
 
 
 def _reply(message: HicachePrefetchReqInput, body: OperationStatus | Overview) -> HicachePrefetchReqOutput:

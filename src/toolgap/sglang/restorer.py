@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import logging
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -58,7 +57,6 @@ from toolgap.sglang.messages import (
     Decide,
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
-    Recalled,
     Restore,
     encode_order,
 )
@@ -727,29 +725,7 @@ class Restorer:
             if self.engine.align(work.prefix.shared_tokens(prefix)) <= known_end_tokens
         ]
 
-    # ---- questions ----
-
-    def recall(self, request_id: str) -> Recalled:
-        """The tokens of a recent request.
-
-        Raises:
-            Refused: 404 if it is not known.
-        """
-        request = self.record.find(request_id)
-        if request is None:
-            raise Refused(
-                Code.UNKNOWN_REQUEST,
-                f"no finished request {request_id!r} is known: {len(self.record)} recent ones are "
-                "(TOOLGAP_RECORDED_TOKENS)",
-                field="request_id",
-            )
-        return Recalled(
-            token_ids=request.token_ids.tobytes(),
-            prompt_tokens=request.prompt_tokens,
-            extra_key=request.extra_key,
-            cache_salt=request.cache_salt,
-            dp_rank=self.engine.dp_rank,
-        )
+    # ---- stopping ----
 
     def find(self, operation_id: str) -> Operation:
         """An active or recent operation.
@@ -765,8 +741,6 @@ class Restorer:
                 field="operation_id",
             )
         return operation
-
-    # ---- stopping ----
 
     def cancel(self, operation_id: str) -> OperationStatus:
         """Stop an operation for a client, or end its lease. Idempotent."""
@@ -1004,11 +978,6 @@ class Restorer:
         assert self.engine.own_tokens == sum(
             w.read.span_tokens for w in self.work.values() if w.read is not None
         )
-
-
-def new_operation_id() -> str:
-    """An id for a submit that named none."""
-    return uuid.uuid4().hex
 
 
 def _fingerprint(prefix: Prefix) -> bytes:
