@@ -52,6 +52,7 @@ from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.declined import Declined
 from toolgap.sglang.internals.engine import Engine, Hold, Match, cause
 from toolgap.sglang.internals.requests import Prefix
+from toolgap.sglang.leaders import Leader, Leaders
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
     Decide,
@@ -120,6 +121,7 @@ class Restorer:
         self.limits = Limits(settings.stall_timeout_s, settings.stop_grace_s)
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
+        self.leaders = Leaders(engine, settings.piece_tokens, self.work)
         self.joins: dict[Any, Join] = {}
         self.stalls = Stalls(engine, calls, metrics, clock)
         self.leases = Leases(engine)
@@ -200,8 +202,8 @@ class Restorer:
         leader = None
         if wanted_tokens < engine.shortest_read_tokens(match):
             missing_tokens = wanted_tokens = 0
-        elif leader := self._find_leader(work, operation.resident_tokens):
-            wanted_tokens = operation.aligned_tokens - work.shared_tokens
+        elif leader := self.leaders.find(work.prefix, operation.aligned_tokens, operation.resident_tokens):
+            wanted_tokens = operation.aligned_tokens - leader.shared_tokens
         elif not engine.can_anchor(match):
             raise Refused(
                 Code.ANCHOR_NOT_BACKED_UP,
@@ -258,13 +260,13 @@ class Restorer:
                 self.declined.add(work.prefix)
             raise
 
-    def _queued_tokens(self, work: Work, leader: "Work | Any | None") -> int:
+    def _queued_tokens(self, work: Work, leader: Leader | None) -> int:
         """What is read before an operation that is not accepted yet gets its turn: equal on all ranks."""
         own_turn = (True, work.operation.deadline_ts, work.arrival)
         tokens = self.engine.ordinary_reads_tokens
         for other in self.work.values():
-            if other is leader:
-                tokens += max(0, work.shared_tokens - other.landed_tokens)
+            if leader is not None and other is leader.work:
+                tokens += max(0, leader.shared_tokens - other.landed_tokens)
             elif (not other.joined, other.operation.deadline_ts, other.arrival) < own_turn:
                 tokens += other.budget_tokens
             elif other.read is not None:
@@ -355,11 +357,8 @@ class Restorer:
             self._arrive(work, Reason.BELOW_THRESHOLD)
         elif work.attempts > _MAX_ATTEMPTS or not engine.can_anchor(match):
             self._arrive(work, Reason.NOT_INSERTED)
-        elif leader := self._find_leader(work, work.landed_tokens):
-            if isinstance(leader, Work):
-                work.leader = leader
-            else:
-                work.leading_request = leader
+        elif leader := self.leaders.find(work.prefix, operation.aligned_tokens, work.landed_tokens, but=work):
+            work.leader, work.leading_request, work.shared_tokens = leader
             self.log.wait(operation, following=True)
         else:
             self.log.wait(operation, queued=True)
@@ -387,7 +386,7 @@ class Restorer:
 
     def _turn(self, work: Work) -> tuple[bool, float, int]:
         """Sort key: an operation has the turn of the most urgent of those that wait for it."""
-        followers = [other for other in self.work.values() if other.leader is work]
+        followers = self.leaders.followers(work)
         return (
             not (work.joined or any(follower.joined for follower in followers)),
             min(other.operation.deadline_ts for other in (work, *followers)),
@@ -420,44 +419,6 @@ class Restorer:
         else:
             self.log.advance(operation, State.QUERYING, operation.read_tokens)
 
-    def _find_leader(self, work: Work, resident_tokens: int) -> "Work | Any | None":
-        """A read in flight that brings most of what is missing: an operation's, or a request's handle.
-
-        Notes in the work how much of the prefix it brings.
-        """
-        aligned_tokens = work.operation.aligned_tokens
-        for other in self.work.values():
-            if other is work or other.leader is not None or other.promotion is not None:
-                continue
-            shared = self.engine.align(work.prefix.shared_tokens(other.prefix))
-            if self._worth_waiting(shared, resident_tokens, self._useless_tokens(other, shared)):
-                work.shared_tokens = shared
-                return other
-        for read in self.engine.ordinary_reads():
-            shared = self.engine.align(work.prefix.shared_tokens(read.prefix))
-            end_tokens = max(self.engine.align(len(read.prefix.token_ids) - 1), shared)
-            brought = min(shared, aligned_tokens)
-            if self._worth_waiting(brought, resident_tokens, end_tokens - brought):
-                work.shared_tokens = brought
-                return read.handle
-        return None
-
-    def _worth_waiting(self, shared_tokens: int, resident_tokens: int, useless_tokens: int) -> bool:
-        """Whether to wait for a read for what is shared with it.
-
-        Not for less than SGLang would read at all, and not if most of the time would be spent on what is
-        of no use here.
-        """
-        gained_tokens = shared_tokens - resident_tokens
-        # Where a read cannot be cut, it brings what its whole span ends with, or nothing.
-        allowed_tokens = gained_tokens if self.engine.piecewise else 0
-        return gained_tokens >= self.engine.prefetch_threshold_tokens and useless_tokens <= allowed_tokens
-
-    def _useless_tokens(self, work: Work, shared_tokens: int) -> int:
-        """What an operation reads beyond what is shared before that is resident: the rest of a piece at most."""
-        rest_tokens = work.operation.aligned_tokens - shared_tokens
-        return min(rest_tokens, self.settings.piece_tokens) if self.engine.piecewise else rest_tokens
-
     # ---- the join ----
 
     def intercept(self, handle: Any, prefix: Prefix, matched_tokens: int) -> bool:
@@ -472,10 +433,8 @@ class Restorer:
             return False
         before = self.joins.get(handle)
         for work in self.work.values():
-            shared = self.engine.align(work.prefix.shared_tokens(prefix))
-            if work.promotion is not None or not self._worth_waiting(
-                shared, matched_tokens, self._useless_tokens(work, shared)
-            ):
+            shared = self.leaders.brought_by(work, prefix, matched_tokens)
+            if shared is None:
                 continue
             if handle in work.declined or (
                 before is not None and before.operation_id == work.operation.operation_id
@@ -671,7 +630,7 @@ class Restorer:
             self.joins.pop(handle, None)
         work.joined.clear()
         stalled = reason is Reason.STORAGE_STALLED
-        for other in [other for other in self.work.values() if other.leader is work]:
+        for other in self.leaders.followers(work):
             if other.operation.ended_at is None and stalled:
                 self._end(other, State.FAILED, Reason.STORAGE_STALLED)
             elif other.operation.ended_at is None:
@@ -768,7 +727,7 @@ class Restorer:
             return
         if at_once:
             self.engine.give_up(read)
-        elif for_all or not (work.joined or any(other.leader is work for other in self.work.values())):
+        elif for_all or not (work.joined or self.leaders.followers(work)):
             self.engine.stop(read)
         if not self.engine.in_flight(read):
             key = f"{read.handle.rid}.{read.handle.attempt_id}"
