@@ -138,7 +138,11 @@ def prefetch_from_storage(
     cache_salt: str | None = None,
     storage_hit_end: int | None = None,
 ) -> Any:
-    """Around `UnifiedRadixCache.prefetch_from_storage`: join a request to an operation that reads its pages."""
+    """Around `UnifiedRadixCache.prefetch_from_storage`: a request waits for an operation that reads its pages.
+
+    It does so in SGLang's queue until :func:`check_prefetch_progress` lets it go. If a restore of its pages was
+    declined, it recomputes them.
+    """
     restorer = _restorer
     if (
         restorer is not None
@@ -149,7 +153,7 @@ def prefetch_from_storage(
         try:
             matched = matched_prefix_tokens if matched_prefix_tokens is not None else new_input_tokens[:0]
             prefix = Prefix(matched + new_input_tokens, extra_key, cache_salt)
-            if restorer.intercept(request, prefix, len(matched)):
+            if restorer.declined.begins(prefix) or restorer.joins.begin(request, prefix, len(matched)):
                 return None
         except Exception:  # noqa: BLE001 - an exception here would end the scheduler
             _fault(restorer, "join")
@@ -170,7 +174,7 @@ def prefetch_from_storage(
 def check_prefetch_progress(original: Callable[..., bool], cache: Any, request: Any) -> bool:
     """Around `UnifiedRadixCache.check_prefetch_progress`: a joined request is not ready yet."""
     restorer = _restorer
-    if restorer is not None and restorer.joins and restorer.holds(request):
+    if restorer is not None and restorer.work and restorer.joins.holds(request):
         return False
     return original(cache, request)
 
@@ -181,7 +185,7 @@ def release_aborted_request(_result: Any, _cache: Any, request: Any) -> None:
     if restorer is None or not restorer.work:
         return
     try:
-        restorer.forget(request)
+        restorer.joins.forget(request)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "abort")
 

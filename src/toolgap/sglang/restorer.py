@@ -11,8 +11,8 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -52,6 +52,7 @@ from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.declined import Declined
 from toolgap.sglang.internals.engine import Engine, Hold, Match, cause
 from toolgap.sglang.internals.requests import Prefix
+from toolgap.sglang.joins import Joins
 from toolgap.sglang.leaders import Leader, Leaders
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
@@ -68,7 +69,7 @@ from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
 from toolgap.sglang.usage import Usage
 from toolgap.sglang.validity import Validity
-from toolgap.sglang.work import Join, Work
+from toolgap.sglang.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Restorer:
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
         self.leaders = Leaders(engine, settings.piece_tokens, self.work)
-        self.joins: dict[Any, Join] = {}
+        self.joins = Joins(engine, settings, self.leaders, metrics, self.work, clock)
         self.stalls = Stalls(engine, calls, metrics, clock)
         self.leases = Leases(engine)
         self.usage = Usage()
@@ -419,54 +420,6 @@ class Restorer:
         else:
             self.log.advance(operation, State.QUERYING, operation.read_tokens)
 
-    # ---- the join ----
-
-    def intercept(self, handle: Any, prefix: Prefix, matched_tokens: int) -> bool:
-        """Whether a request's own storage read is left out.
-
-        Called when SGLang is about to issue that read. If an operation reads those pages, the request waits in
-        SGLang's queue until :meth:`holds` lets it go; if their restore was declined, it recomputes them.
-        """
-        if self.declined.begins(prefix):
-            return True
-        if not self.settings.join:
-            return False
-        before = self.joins.get(handle)
-        for work in self.work.values():
-            shared = self.leaders.brought_by(work, prefix, matched_tokens)
-            if shared is None:
-                continue
-            if handle in work.declined or (
-                before is not None and before.operation_id == work.operation.operation_id
-            ):
-                return True
-            self._leave(handle)
-            budget_s = self.settings.join_timeout_s or self.engine.wait_budget_s(shared - matched_tokens)
-            self.joins[handle] = Join(work.operation.operation_id, shared, self.clock(), budget_s)
-            work.joined.add(handle)
-            work.operation.joined_requests += 1
-            self.metrics.joined()
-            work.operation.waiting_requests = len(work.joined)
-            return True
-        self._leave(handle)
-        return False
-
-    def holds(self, handle: Any) -> bool:
-        """Whether a request still waits for an operation."""
-        return handle in self.joins
-
-    def forget(self, handle: Any) -> None:
-        """A request was aborted or retried."""
-        self._leave(handle)
-        for work in self.work.values():
-            work.declined.discard(handle)
-
-    def _leave(self, handle: Any) -> None:
-        join = self.joins.pop(handle, None)
-        if join is not None and (work := self.work.get(join.operation_id)) is not None:
-            work.joined.discard(handle)
-            work.operation.waiting_requests = len(work.joined)
-
     # ---- progress and end ----
 
     def poll(self) -> None:
@@ -549,10 +502,7 @@ class Restorer:
         """Requests that wait for no more than has landed go on."""
         if work.operation.ended_at is not None:
             return
-        satisfied = {handle for handle in work.joined if self.joins[handle].end_tokens <= work.landed_tokens}
-        for handle in satisfied:
-            self._leave(handle)
-        self.engine.refetch(satisfied)
+        self.engine.refetch(self.joins.let_go(work))
 
     def _arrive(self, work: Work, reason: Reason, *, known_end_tokens: int | None = None) -> None:
         """Reading is over: promote what is resident if that was asked for, then end."""
@@ -625,10 +575,7 @@ class Restorer:
             (operation.ended_at or 0.0) - operation.accepted_at,
         )
         self._tell(work)
-        waiting = set(work.joined)
-        for handle in waiting:
-            self.joins.pop(handle, None)
-        work.joined.clear()
+        waited = self.joins.end_all(work)
         stalled = reason is Reason.STORAGE_STALLED
         for other in self.leaders.followers(work):
             if other.operation.ended_at is None and stalled:
@@ -637,9 +584,9 @@ class Restorer:
                 self._resume(other, work, known_end_tokens)
         if stalled:
             return  # whoever asked storage now would wait for the same thread
-        self.engine.refetch(
-            waiting if known_end_tokens is None else set(self._still_missing(waiting, work, known_end_tokens))
-        )
+        if known_end_tokens is not None:
+            waited = self.joins.still_missing(waited, work, known_end_tokens)
+        self.engine.refetch(waited)
 
     def _settle_memory(self, work: Work) -> None:
         """What landed becomes ordinary host memory, or the lease's, and is watched for its use."""
@@ -674,15 +621,6 @@ class Restorer:
         known_empty = known_end_tokens <= follower.operation.resident_tokens
         reason = Reason.NOT_IN_STORAGE if known_empty else Reason.STORAGE_SHORTFALL
         self._arrive(follower, reason)
-
-    def _still_missing(self, handles: Iterable[Any], work: Work, known_end_tokens: int) -> list[Any]:
-        """Of the requests that waited, those for which storage may hold more than the read brought."""
-        prefixes = self.engine.waiting_prefixes(set(handles))
-        return [
-            handle
-            for handle, prefix in prefixes.items()
-            if self.engine.align(work.prefix.shared_tokens(prefix)) <= known_end_tokens
-        ]
 
     # ---- stopping ----
 
@@ -752,12 +690,7 @@ class Restorer:
                 if work is not None and not (stop is EXPIRED and not at_once and work.joined):
                     self._stop(work, stop, at_once=at_once)
         for rid, attempt in decision.release:
-            for handle in [
-                handle for handle in self.joins if (handle.rid, handle.attempt_id) == (rid, attempt)
-            ]:
-                work = self.work[self.joins[handle].operation_id]
-                work.declined.add(handle)
-                self._leave(handle)
+            self.joins.give_up(rid, attempt)
         for operation_id in decision.unlease:
             self.leases.end(operation_id)
         if decision.rates is not None:
@@ -772,11 +705,7 @@ class Restorer:
             self.watch_s += min(now - self._last_decision_s, _LONGEST_STEP_S)
         self._last_decision_s = now
         due = self.log.due(self.limits)
-        release = [
-            (handle.rid, handle.attempt_id)
-            for handle, join in self.joins.items()
-            if now - join.since_s >= join.budget_s
-        ]
+        release = self.joins.due(now)
         unlease = self.leases.due(now)
         hang, replace = self.stalls.due(self.settings.stall_timeout_s, self.settings.reader_patience_s)
         rates = self.meter.news(self.rates) if self.meter.changed else None
@@ -855,7 +784,7 @@ class Restorer:
                 self._tell(work)
         self.work.clear()
         self._pace.quicken(active=bool(self.work))
-        self.joins.clear()
+        self.joins.forget_all()
         self.engine.own_tokens = 0
         self.load = None
 
@@ -932,8 +861,7 @@ class Restorer:
         for work in self.work.values():
             work.check_integrity()
             assert work.read is None or self.engine.in_flight(work.read)
-        for handle, join in self.joins.items():
-            assert handle in self.work[join.operation_id].joined
+        self.joins.check_integrity()
         assert self.engine.own_tokens == sum(
             w.read.span_tokens for w in self.work.values() if w.read is not None
         )
