@@ -216,7 +216,7 @@ def allocate_storage_hit(
     if restorer is None or not restorer.work or not operation.handle.rid.startswith("toolgap-"):
         return original(controller, operation, hit_tokens, **how)
     try:
-        with restorer.guard(hit_tokens):
+        with restorer.host.guard(hit_tokens):
             return original(controller, operation, hit_tokens, **how)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "allocation")
@@ -229,7 +229,12 @@ def evict_host(
     """Around `UnifiedRadixCache.evict_host`: leases give way before an ordinary request lacks room."""
     evicted = original(cache, num_tokens, *component, **named)
     restorer = _restorer
-    if restorer is not None and restorer.leases and not restorer.guarding and restorer.engine.cache is cache:
+    if (
+        restorer is not None
+        and restorer.leases
+        and not restorer.host.guarding
+        and restorer.engine.cache is cache
+    ):
         try:
             # Some callers ask for what they lack and others for all that they need, so that what is free says nothing.
             while evicted < num_tokens and restorer.leases.give_way():
@@ -265,9 +270,9 @@ def ready_to_load(original: Callable[..., int], cache: Any) -> int:
     """
     index = original(cache)
     restorer = _restorer
-    if index >= 0 or restorer is None or restorer.load is None or restorer.engine.cache is not cache:
+    if index >= 0 or restorer is None or restorer.engine.cache is not cache:
         return index
-    pending = restorer.index_to_wait_for()
+    pending = restorer.promotions.index_to_wait_for()
     return index if pending is None else pending
 
 

@@ -11,8 +11,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import msgspec
 
@@ -50,7 +49,8 @@ from toolgap.rates import Meter
 from toolgap.settings import Admission, Settings
 from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.declined import Declined
-from toolgap.sglang.internals.engine import Engine, Hold, Match, cause
+from toolgap.sglang.hostmemory import HostMemory
+from toolgap.sglang.internals.engine import Engine, Match, cause
 from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.joins import Joins
 from toolgap.sglang.leaders import Leader, Leaders
@@ -64,6 +64,7 @@ from toolgap.sglang.messages import (
 )
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.pace import Pace
+from toolgap.sglang.promotions import Promotions
 from toolgap.sglang.record import Record
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
@@ -84,14 +85,6 @@ _DRAIN_PAUSE_S = 0.001
 """How long a flush waits for the batch in flight, in passes: a count is the same on every rank."""
 
 _to_json = msgspec.json.Encoder().encode
-
-
-class Load(NamedTuple):
-    """A promotion that was started."""
-
-    match: Match
-    counter: int
-    """SGLang's, for batches that wait for it."""
 
 
 class Restorer:
@@ -124,16 +117,14 @@ class Restorer:
         """Active operations by id. Empty means that every hook returns at once."""
         self.leaders = Leaders(engine, settings.piece_tokens, self.work)
         self.joins = Joins(engine, settings, self.leaders, metrics, self.work, clock)
+        self.host = HostMemory(engine, settings)
+        self.promotions = Promotions(engine, metrics)
         self.stalls = Stalls(engine, calls, metrics, clock)
         self.leases = Leases(engine)
         self.usage = Usage()
         self.continuations = Continuations(engine.page_tokens)
         self.record = Record(settings.recorded_tokens)
         self.declined = Declined()
-        self.guarding = False
-        """Whether host memory is being allocated for an operation: leases do not give way to those."""
-        self.load: Load | None = None
-        """The last promotion: a batch that starts while it goes on waits for its layers."""
         self._arrivals = itertools.count()
         self._pace = Pace(settings.switch_interval_s)
         self.validity = Validity(engine)
@@ -219,7 +210,7 @@ class Restorer:
                 retry_after_s=1.0,
             )
         check_budget(
-            Budget(self.settings.max_operations, self.max_operation_tokens, self.budget_tokens),
+            Budget(self.settings.max_operations, self.host.max_operation_tokens, self.host.budget_tokens),
             active_operations=len(self.work),
             active_tokens=self.budget_used_tokens,
             wanted_tokens=wanted_tokens,
@@ -235,7 +226,7 @@ class Restorer:
                 sum(
                     w.operation.aligned_tokens for w in self.work.values() if w.operation.lease_s is not None
                 ),
-                self.max_leased_tokens,
+                self.host.max_leased_tokens,
                 self.clock(),
             )
         operation.estimate = estimate(
@@ -296,7 +287,7 @@ class Restorer:
         self.validity.check_namespace(order.namespace)
         if order.target is Target.DEVICE and (obstacle := engine.promotion_obstacle()):
             raise Refused(Code.NOT_SUPPORTED, obstacle, field="target")
-        if order.lease_s is not None and self.max_leased_tokens == 0:
+        if order.lease_s is not None and self.host.max_leased_tokens == 0:
             raise Refused(
                 Code.NOT_SUPPORTED, "this server grants no leases (TOOLGAP_LEASE_SHARE is 0)", field="lease_s"
             )
@@ -313,24 +304,9 @@ class Restorer:
             )
 
     @property
-    def budget_tokens(self) -> int:
-        """Host memory that active operations may read into."""
-        return self.engine.align(int(self.engine.host_total_tokens * self.settings.host_share))
-
-    @property
     def budget_used_tokens(self) -> int:
         """What active operations may still read."""
         return sum(work.budget_tokens for work in self.work.values())
-
-    @property
-    def max_operation_tokens(self) -> int:
-        """Longest span that one operation may read."""
-        return min(self.settings.max_operation_tokens or self.budget_tokens, self.budget_tokens)
-
-    @property
-    def max_leased_tokens(self) -> int:
-        """Host memory that leases may hold."""
-        return self.engine.align(int(self.engine.host_total_tokens * self.settings.lease_share))
 
     # ---- turns ----
 
@@ -439,9 +415,9 @@ class Restorer:
             queued=sum(work.is_ready for work in self.work.values()),
             waiting_joins=len(self.joins),
             reading_tokens=self.budget_used_tokens,
-            budget_tokens=self.budget_tokens,
+            budget_tokens=self.host.budget_tokens,
             leased_tokens=self.leases.tokens,
-            lease_budget_tokens=self.max_leased_tokens,
+            lease_budget_tokens=self.host.max_leased_tokens,
             stalled_calls=self.stalls.given_up,
         )
 
@@ -515,31 +491,8 @@ class Restorer:
             self._end_by(work, reason, known_end_tokens=known_end_tokens)
 
     def _promote(self, work: Work) -> None:
-        """Load what is in host memory to free device memory: wait for other loads, start, or end."""
-        engine = self.engine
-        if work.is_loading:
-            assert work.promotion is not None
-            if engine.is_loading(work.promotion):
-                return
-            work.operation.promoted_tokens = work.promotion.host_tokens
-            self.metrics.promoted(work.promotion.host_tokens)
-        else:
-            match = engine.match(work.prefix)
-            if engine.loading and match.host_tokens:
-                work.promotion = match
-                return
-            # Asked on every rank at this step, whatever is free on this one.
-            room_tokens = engine.device_room() if match.host_tokens else 0
-            if match.host_tokens and match.host_tokens <= room_tokens:
-                index = engine.promote(match)
-                if index is not None:
-                    self.load = Load(match, index)
-                    work.promotion, work.is_loading = match, True
-                    return
-            if match.host_tokens and work.reason in (Reason.COMPLETE, Reason.ALREADY_RESIDENT):
-                work.reason = Reason.DEVICE_CAPACITY
-        work.promotion = None
-        self._end_by(work, work.reason, known_end_tokens=work.known_end_tokens)
+        if self.promotions.advance(work):
+            self._end_by(work, work.reason, known_end_tokens=work.known_end_tokens)
 
     def _end_by(self, work: Work, reason: Reason, *, known_end_tokens: int | None = None) -> None:
         """End an operation that was not stopped, in the state that follows from what has landed."""
@@ -786,33 +739,7 @@ class Restorer:
         self._pace.quicken(active=bool(self.work))
         self.joins.forget_all()
         self.engine.own_tokens = 0
-        self.load = None
-
-    # ---- memory ----
-
-    def index_to_wait_for(self) -> int | None:
-        """SGLang's index of a promotion under way: what it loads counts as being on the device already."""
-        if self.load is not None and not self.engine.is_loading(self.load.match):
-            self.load = None
-        return None if self.load is None else self.load.counter
-
-    @contextlib.contextmanager
-    def guard(self, tokens: int) -> Iterator[None]:
-        """While host memory is allocated for an operation: evict nothing that a waiting request found there.
-
-        What a running request has is on the device as well, and SGLang evicts no host copy of that; what
-        operations have restored so far, and leases, are held anyhow.
-        """
-        holds: list[Hold] = []
-        self.guarding = True
-        try:
-            if self.engine.needs_eviction(tokens):
-                self.engine.hold_waiting(holds)
-            yield
-        finally:
-            self.guarding = False
-            for hold in holds:
-                self.engine.release(hold)
+        self.promotions.forget()
 
     def checkpointed(self, prefix: Prefix, cached_tokens: int) -> None:
         """A request's KV went into the cache: see whether it used what operations had restored."""
@@ -827,7 +754,7 @@ class Restorer:
     def was_reset(self) -> None:
         """The whole cache was dropped, and SGLang's bookkeeping with it."""
         self.engine.own_tokens = 0
-        self.load = None
+        self.promotions.forget()
         self.validity.cache_dropped()
         self.leases.forget_all()
         works = list(self.work.values())
