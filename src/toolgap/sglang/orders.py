@@ -25,6 +25,7 @@ from toolgap.sglang.messages import (
     decode_order,
 )
 from toolgap.sglang.restorer import Restorer
+from toolgap.sglang.submits import submit
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def carry_out(restorer: Restorer, message: HicachePrefetchReqInput) -> HicachePr
 
 def _submit(restorer: Restorer, order: Restore, message: HicachePrefetchReqInput) -> OperationStatus:
     try:
-        return restorer.submit(order, message)
+        return submit(restorer, order, message)
     except Refused as refusal:
         restorer.metrics.refused(refusal.error.code)
         raise

@@ -6,27 +6,14 @@ on one rank, and its decisions come back as a broadcast message.
 """
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import time
-from array import array
 from collections.abc import Callable
 
 import msgspec
 
-from toolgap.admission import (
-    Awaited,
-    Budget,
-    Rates,
-    Wanted,
-    check_awaited,
-    check_budget,
-    check_worthwhile,
-    estimate,
-    piece_tokens,
-    retry_after_s,
-)
+from toolgap.admission import Rates, piece_tokens
 from toolgap.operations import (
     CANCELLED,
     EXPIRED,
@@ -46,20 +33,19 @@ from toolgap.protocol import (
     Target,
 )
 from toolgap.rates import Meter
-from toolgap.settings import Admission, Settings
+from toolgap.settings import Settings
 from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.declined import Declined
 from toolgap.sglang.hostmemory import HostMemory
 from toolgap.sglang.internals.engine import Engine, Match, cause
 from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.joins import Joins
-from toolgap.sglang.leaders import Leader, Leaders
+from toolgap.sglang.leaders import Leaders
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
     Decide,
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
-    Restore,
     encode_order,
 )
 from toolgap.sglang.metrics import Metrics
@@ -134,48 +120,25 @@ class Restorer:
         """Whether no hook has anything to do."""
         return not (self.work or self.stalls or self.leases)
 
-    # ---- submit ----
+    # ---- turns ----
 
-    def submit(self, order: Restore, request: HicachePrefetchReqInput) -> OperationStatus:
-        """Accept an operation and start it.
+    @property
+    def budget_used_tokens(self) -> int:
+        """What active operations may still read."""
+        return sum(work.budget_tokens for work in self.work.values())
 
-        Raises:
-            Refused: 409, 429, 501 or 503, with the reason.
+    def accept(
+        self, operation: Operation, prefix: Prefix, request: HicachePrefetchReqInput, match: Match
+    ) -> None:
+        """Take a new operation in, and start it.
+
+        Args:
+            operation: Its id is in use by no active one.
+            prefix: What it restores.
+            request: Who is told its outcome.
+            match: What of the prefix is resident.
         """
-        token_ids = array("q")
-        token_ids.frombytes(request.token_ids)
-        prefix = Prefix(token_ids, order.extra_key, order.cache_salt or None)
-        fingerprint = _fingerprint(prefix)
-        known = self.log.find(order.operation_id)
-        if known is not None:
-            if known.fingerprint != fingerprint:
-                raise Refused(
-                    Code.OPERATION_CONFLICT,
-                    f"operation {order.operation_id!r} is one of another prefix: choose another id",
-                    field="operation_id",
-                )
-            return known.status(self.clock())
-        self._check_gates(order)
-        operation = Operation(
-            operation_id=order.operation_id,
-            fingerprint=fingerprint,
-            namespace=self.validity.namespace,
-            requested_tokens=len(token_ids),
-            aligned_tokens=self.engine.align(len(token_ids)),
-            ttl_s=order.ttl_s,
-            submitted_ts=time.time(),
-            deadline_ts=order.deadline_ts,
-            target=order.target,
-            lease_s=None if order.lease_s is None else min(order.lease_s, self.settings.max_lease_s),
-            dp_rank=order.dp_rank,
-            stable_tokens=order.stable_tokens,
-        )
-        match = self.engine.match(prefix)
-        operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
-        # Its return address. SGLang still has to pass the message itself on to the next stage.
-        address = msgspec.structs.replace(request, token_ids=b"")
-        work = Work(operation, prefix, address, next(self._arrivals))
-        self._check_room(work, match, order)
+        work = Work(operation, prefix, request, next(self._arrivals))
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.continuations.watch(operation, prefix)
@@ -185,130 +148,6 @@ class Restorer:
         self._place(work, match)
         self._dispatch()
         self._sample()
-        return operation.status(self.clock())
-
-    def _check_room(self, work: Work, match: Match, order: Restore) -> None:
-        """Raise Refused unless what the operation has to read could be read, fits, and is worth it."""
-        operation, engine = work.operation, self.engine
-        missing_tokens = wanted_tokens = operation.aligned_tokens - operation.resident_tokens
-        leader = None
-        if wanted_tokens < engine.shortest_read_tokens(match):
-            missing_tokens = wanted_tokens = 0
-        elif leader := self.leaders.find(work.prefix, operation.aligned_tokens, operation.resident_tokens):
-            wanted_tokens = operation.aligned_tokens - leader.shared_tokens
-        elif not engine.can_anchor(match):
-            raise Refused(
-                Code.ANCHOR_NOT_BACKED_UP,
-                f"the first {operation.resident_tokens} tokens are on the device only, and pages cannot be "
-                "attached behind them before SGLang has backed them up",
-                retry_after_s=1.0,
-            )
-        elif engine.declines_reads:
-            raise Refused(
-                Code.RATE_LIMITED,
-                "ordinary requests' reads occupy SGLang's prefetch capacity",
-                retry_after_s=1.0,
-            )
-        check_budget(
-            Budget(self.settings.max_operations, self.host.max_operation_tokens, self.host.budget_tokens),
-            active_operations=len(self.work),
-            active_tokens=self.budget_used_tokens,
-            wanted_tokens=wanted_tokens,
-            retry_after_s=retry_after_s(
-                operation.ended_at - operation.accepted_at
-                for operation in self.log.outcomes.values()
-                if operation.ended_at is not None
-            ),
-        )
-        if operation.lease_s is not None:
-            self.leases.check(
-                operation.aligned_tokens,
-                sum(
-                    w.operation.aligned_tokens for w in self.work.values() if w.operation.lease_s is not None
-                ),
-                self.host.max_leased_tokens,
-                self.clock(),
-            )
-        operation.estimate = estimate(
-            self.rates,
-            Wanted(
-                operation.resident_tokens, missing_tokens, wanted_tokens, self._queued_tokens(work, leader)
-            ),
-            gap_s=order.gap_s,
-            now_ts=order.deadline_ts - order.gap_s,
-            batch_tokens=engine.prefill_chunk_tokens,
-        )
-        if self.settings.admission is Admission.DECLINE:
-            if not order.force:
-                self._check_worthwhile(work)
-            self._check_awaited(operation, wanted_tokens, order)
-
-    def _check_worthwhile(self, work: Work) -> None:
-        """Raise Refused if a recompute is as fast, and let the continuation do that."""
-        try:
-            check_worthwhile(work.operation.estimate)
-        except Refused:
-            if self.settings.recompute_declined:
-                self.declined.add(work.prefix)
-            raise
-
-    def _queued_tokens(self, work: Work, leader: Leader | None) -> int:
-        """What is read before an operation that is not accepted yet gets its turn: equal on all ranks."""
-        own_turn = (True, work.operation.deadline_ts, work.arrival)
-        tokens = self.engine.ordinary_reads_tokens
-        for other in self.work.values():
-            if leader is not None and other is leader.work:
-                tokens += max(0, leader.shared_tokens - other.landed_tokens)
-            elif (not other.joined, other.operation.deadline_ts, other.arrival) < own_turn:
-                tokens += other.budget_tokens
-            elif other.read is not None:
-                tokens += min(other.read.span_tokens, other.budget_tokens)
-        return tokens
-
-    def _check_awaited(self, operation: Operation, wanted_tokens: int, order: Restore) -> None:
-        """Raise Refused if host memory has room only where restored KV waits that is needed earlier."""
-        check_awaited(
-            [
-                Awaited(span.end_tokens - span.start_tokens, span.operation.deadline_ts)
-                for span in self.usage
-                if span.operation.is_awaited
-            ],
-            host_tokens=self.engine.host_total_tokens,
-            held_tokens=self.leases.tokens + self.budget_used_tokens,
-            wanted_tokens=wanted_tokens,
-            deadline_ts=operation.deadline_ts,
-            now_ts=order.deadline_ts - order.gap_s,
-        )
-
-    def _check_gates(self, order: Restore) -> None:
-        engine = self.engine
-        if obstacle := engine.obstacle():
-            raise Refused(Code.NOT_SUPPORTED, obstacle)
-        self.validity.check_namespace(order.namespace)
-        if order.target is Target.DEVICE and (obstacle := engine.promotion_obstacle()):
-            raise Refused(Code.NOT_SUPPORTED, obstacle, field="target")
-        if order.lease_s is not None and self.host.max_leased_tokens == 0:
-            raise Refused(
-                Code.NOT_SUPPORTED, "this server grants no leases (TOOLGAP_LEASE_SHARE is 0)", field="lease_s"
-            )
-        self.validity.check_storage()
-        if engine.paused:
-            raise Refused(Code.PAUSED, "the engine is paused", retry_after_s=1.0)
-        if engine.flush_pending:
-            raise Refused(Code.FLUSH_PENDING, "a flush waits for the engine to be idle", retry_after_s=1.0)
-        if self.stalls.hanging:
-            raise Refused(
-                Code.STORAGE_STALLED,
-                "a storage call that was given up has not returned yet",
-                retry_after_s=5.0,
-            )
-
-    @property
-    def budget_used_tokens(self) -> int:
-        """What active operations may still read."""
-        return sum(work.budget_tokens for work in self.work.values())
-
-    # ---- turns ----
 
     def _place(self, work: Work, match: Match | None = None) -> None:
         """Look at what is missing now: end, follow a read of it, or queue for a turn to read it.
@@ -792,9 +631,3 @@ class Restorer:
         assert self.engine.own_tokens == sum(
             w.read.span_tokens for w in self.work.values() if w.read is not None
         )
-
-
-def _fingerprint(prefix: Prefix) -> bytes:
-    digest = hashlib.blake2b(prefix.token_ids.tobytes(), digest_size=16)
-    digest.update(repr((prefix.extra_key, prefix.cache_salt)).encode())
-    return digest.digest()
