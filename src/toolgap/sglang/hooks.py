@@ -15,7 +15,8 @@ from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.rates import Meter
 from toolgap.settings import Settings
-from toolgap.sglang import orders
+from toolgap.sglang import orders, quiescing
+from toolgap.sglang.decisions import decide
 from toolgap.sglang.internals.engine import Engine, metrics_of
 from toolgap.sglang.internals.requests import Prefix, asked_by, prefill_batch, prompt_of, recorded, span_of
 from toolgap.sglang.messages import (
@@ -104,7 +105,7 @@ def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | Non
     if restorer is None or (restorer.idle and not _meter.changed):
         return None
     try:
-        decision = restorer.decide()
+        decision = decide(restorer)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "decide")
         return None
@@ -314,19 +315,14 @@ def prefilled(_result: Any, _owner: Any, batch: Any, _batch_result: Any) -> None
 def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
     """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
     restorer = _restorer
-    if restorer is not None and _must_end_operations(restorer) and not _quiesce(Reason.FLUSHED):
+    if (
+        restorer is not None
+        and quiescing.operations_alone_hinder_a_flush(restorer)
+        and not _quiesce(Reason.FLUSHED)
+    ):
         logger.warning("toolgap: flush refused: a storage call has not returned")
         return False
     return original(scheduler, empty_cache)
-
-
-def _must_end_operations(restorer: Restorer) -> bool:
-    """Whether a flush would fail for operations alone: SGLang refuses it anyhow while there are requests."""
-    engine = restorer.engine
-    if not engine.may_ask:
-        return restorer.is_busy()
-    has_requests, busy = engine.any_rank([not engine.free_of_requests, not restorer.quiet])
-    return busy and not has_requests
 
 
 def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -375,10 +371,10 @@ def _quiesce(reason: Reason) -> bool:
     restorer = _restorer
     if restorer is None:
         return True
-    if not restorer.is_busy():
+    if not quiescing.is_busy(restorer):
         return True
     try:
-        restorer.quiesce(reason)
+        quiescing.quiesce(restorer, reason)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "quiesce")
-    return not restorer.is_busy()
+    return not quiescing.is_busy(restorer)

@@ -24,6 +24,7 @@ from toolgap.sglang.messages import (
     Restore,
     decode_order,
 )
+from toolgap.sglang.quiescing import quiesce_for_release
 from toolgap.sglang.restorer import Restorer
 from toolgap.sglang.submits import submit
 
@@ -55,7 +56,7 @@ def carry_out(restorer: Restorer, message: HicachePrefetchReqInput) -> HicachePr
             case CancelOperation(operation_id=operation_id):
                 return _reply(message, restorer.cancel(operation_id))
             case Quiesce():
-                restorer.quiesce_for_release()
+                quiesce_for_release(restorer)
                 return HicachePrefetchReqOutput(rid=message.rid, status=200, body=b"{}")
             case Decide():
                 restorer.apply(order)

@@ -1,8 +1,8 @@
-"""In the scheduler's process: drives operations through SGLang's own prefetch, and joins requests to them.
+"""In the scheduler's process: drives operations through SGLang's own prefetch, from acceptance to outcome.
 
 All of it runs in the scheduler's thread. On several ranks each rank runs the same code on the same
-broadcast messages and rank-agreed engine state; only :meth:`Restorer.decide` reads the clock to decide,
-on one rank, and its decisions come back as a broadcast message.
+broadcast messages and rank-agreed engine state, and no clock decides here: what time asks for is in
+``decisions``, and comes back as a broadcast message.
 """
 
 import contextlib
@@ -46,7 +46,6 @@ from toolgap.sglang.messages import (
     Decide,
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
-    encode_order,
 )
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.pace import Pace
@@ -56,19 +55,13 @@ from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
 from toolgap.sglang.usage import Usage
 from toolgap.sglang.validity import Validity
+from toolgap.sglang.watch import Watch
 from toolgap.sglang.work import Work
 
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 4
 """Reads that an operation may issue or follow, one after another, that bring nothing."""
-
-_LONGEST_STEP_S = 0.25
-"""What one scheduler step may add to the watch, however long it took."""
-
-_DRAIN_PASSES = 5000
-_DRAIN_PAUSE_S = 0.001
-"""How long a flush waits for the batch in flight, in passes: a count is the same on every rank."""
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -94,10 +87,10 @@ class Restorer:
         meter.has_several_ranks = engine.has_several_ranks
         self.rates = Rates()
         """What the rank whose clock decides has measured, as all ranks know it."""
-        self.watch_s = 0.0
-        """Time in which the scheduler took its steps: it stands still during a pause or a long prefill."""
-        self._last_decision_s = clock()
-        self.log = OperationLog(max_outcomes=settings.max_outcomes, clock=clock, watch=lambda: self.watch_s)
+        self.watch = Watch(clock())
+        self.log = OperationLog(
+            max_outcomes=settings.max_outcomes, clock=clock, watch=lambda: self.watch.elapsed_s
+        )
         self.limits = Limits(settings.stall_timeout_s, settings.stop_grace_s)
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
@@ -120,12 +113,12 @@ class Restorer:
         """Whether no hook has anything to do."""
         return not (self.work or self.stalls or self.leases)
 
-    # ---- turns ----
-
     @property
     def budget_used_tokens(self) -> int:
         """What active operations may still read."""
         return sum(work.budget_tokens for work in self.work.values())
+
+    # ---- turns ----
 
     def accept(
         self, operation: Operation, prefix: Prefix, request: HicachePrefetchReqInput, match: Match
@@ -240,7 +233,7 @@ class Restorer:
     def poll(self) -> None:
         """Follow the engine: called once a scheduler step, after SGLang drained its events."""
         if self.engine.flush_pending:
-            self._stop_all(Stop(State.CANCELLED, Reason.FLUSHED))
+            self.stop_all(Stop(State.CANCELLED, Reason.FLUSHED))
         for work in list(self.work.values()):
             if work.operation.ended_at is None:
                 self._follow(work)
@@ -464,7 +457,8 @@ class Restorer:
             self.stalls.leave(key, read.operation, self.engine.quarantined_tokens(read), hangs=at_once)
             self._conclude(work)
 
-    def _stop_all(self, stop: Stop) -> None:
+    def stop_all(self, stop: Stop) -> None:
+        """Stop every operation that is not being stopped yet, whoever waits for it."""
         # Followers first: one that is left would start to read when its leader stops.
         for work in sorted(self.work.values(), key=lambda work: work.read is not None):
             if work.operation.ended_at is None and work.operation.stop is None:
@@ -489,74 +483,6 @@ class Restorer:
             self.rates = decision.rates
         self.stalls.hang(decision.hang)
         self.stalls.replace(decision.replace)
-
-    def decide(self) -> HicachePrefetchReqInput | None:
-        """What time asks for, on the one rank that decides; said again until it was applied."""
-        now = self.clock()
-        if not self.engine.paused:
-            self.watch_s += min(now - self._last_decision_s, _LONGEST_STEP_S)
-        self._last_decision_s = now
-        due = self.log.due(self.limits)
-        release = self.joins.due(now)
-        unlease = self.leases.due(now)
-        hang, replace = self.stalls.due(self.settings.stall_timeout_s, self.settings.reader_patience_s)
-        rates = self.meter.news(self.rates) if self.meter.changed else None
-        if not (due or release or unlease or hang or replace or rates):
-            return None
-        order = Decide(
-            expire=due.expire,
-            stall=due.stall,
-            abandon=due.abandon,
-            release=release,
-            unlease=unlease,
-            hang=hang,
-            replace=replace,
-            rates=rates,
-        )
-        return HicachePrefetchReqInput(order=encode_order(order))
-
-    def quiesce(self, reason: Reason) -> None:
-        """End every operation, waiting shortly for the batch in flight, before the engine is changed.
-
-        An operation whose storage call hangs stays: SGLang then sees that it is not idle, and refuses
-        the change as it would for an ordinary request's read.
-        """
-        self._stop_all(Stop(State.CANCELLED, reason))
-        if reason is not Reason.STORAGE_REPLACED:
-            self.leases.end_all()
-        if not self.engine.may_ask:
-            return
-        for _ in range(_DRAIN_PASSES):
-            if not self.is_busy():
-                return
-            self.engine.drain()
-            time.sleep(_DRAIN_PAUSE_S)
-        logger.warning("toolgap: a storage call does not return")
-
-    def quiesce_for_release(self) -> None:
-        """End every operation before memory goes.
-
-        Raises:
-            Refused: 503 if a storage call hangs.
-        """
-        self.quiesce(Reason.MEMORY_RELEASED)
-        if self.is_busy():
-            raise Refused(
-                Code.STORAGE_STALLED,
-                "a storage call of a restore has not returned, and memory cannot be released under it",
-                retry_after_s=5.0,
-            )
-
-    @property
-    def quiet(self) -> bool:
-        """Whether SGLang can stop this rank's storage threads: no operation is active, and no call is running."""
-        return not self.work and not self.calls
-
-    def is_busy(self) -> bool:
-        """Whether a rank's storage threads cannot be stopped. Asked on every rank at the same step."""
-        if self.engine.may_ask:
-            return self.engine.any_rank([not self.quiet])[0]
-        return bool(self.work or self.stalls or self.engine.reads_in_flight)
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
