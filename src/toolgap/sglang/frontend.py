@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 import time
+import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from http import HTTPStatus
@@ -46,7 +47,6 @@ from toolgap.sglang.messages import (
     encode_order,
 )
 from toolgap.sglang.prompts import name_by_messages
-from toolgap.sglang.restorer import new_operation_id
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Replies:
         Raises:
             Refused: ``engine_busy`` if not all came in time.
         """
-        rid = f"toolgap-{new_operation_id()}"
+        rid = f"toolgap-{_new_id()}"
         call = self._calls[rid] = _Call(expected)
         try:
             self._tokenizer_manager.auto_create_handle_loop()
@@ -334,7 +334,7 @@ class Frontend:
         ttl_s = self.settings.default_ttl_s if submit.ttl_s is None else submit.ttl_s
         gap_s = ttl_s if submit.expected_gap_s is None else submit.expected_gap_s
         order = Restore(
-            operation_id=submit.operation_id or new_operation_id(),
+            operation_id=submit.operation_id or _new_id(),
             extra_key=named.extra_key,
             cache_salt=named.cache_salt,
             ttl_s=ttl_s,
@@ -468,6 +468,10 @@ def _pauses(total_s: float) -> Iterator[float]:
         yield pause_s
         total_s -= pause_s
         pause_s = min(2 * pause_s, 0.5)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
 
 
 def _refusal(refusal: Refused) -> HicachePrefetchReqOutput:

@@ -15,7 +15,8 @@ from toolgap import protocol
 from toolgap.protocol import Reason
 from toolgap.rates import Meter
 from toolgap.settings import Settings
-from toolgap.sglang import orders
+from toolgap.sglang import orders, quiescing
+from toolgap.sglang.decisions import decide
 from toolgap.sglang.internals.engine import Engine, metrics_of
 from toolgap.sglang.internals.requests import Prefix, asked_by, prefill_batch, prompt_of, recorded, span_of
 from toolgap.sglang.messages import (
@@ -104,7 +105,7 @@ def poll_timeout_aborts(messages: list[Any], _scheduler: Any) -> list[Any] | Non
     if restorer is None or (restorer.idle and not _meter.changed):
         return None
     try:
-        decision = restorer.decide()
+        decision = decide(restorer)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "decide")
         return None
@@ -138,7 +139,11 @@ def prefetch_from_storage(
     cache_salt: str | None = None,
     storage_hit_end: int | None = None,
 ) -> Any:
-    """Around `UnifiedRadixCache.prefetch_from_storage`: join a request to an operation that reads its pages."""
+    """Around `UnifiedRadixCache.prefetch_from_storage`: a request waits for an operation that reads its pages.
+
+    It does so in SGLang's queue until :func:`check_prefetch_progress` lets it go. If a restore of its pages was
+    declined, it recomputes them.
+    """
     restorer = _restorer
     if (
         restorer is not None
@@ -149,7 +154,7 @@ def prefetch_from_storage(
         try:
             matched = matched_prefix_tokens if matched_prefix_tokens is not None else new_input_tokens[:0]
             prefix = Prefix(matched + new_input_tokens, extra_key, cache_salt)
-            if restorer.intercept(request, prefix, len(matched)):
+            if restorer.declined.begins(prefix) or restorer.joins.begin(request, prefix, len(matched)):
                 return None
         except Exception:  # noqa: BLE001 - an exception here would end the scheduler
             _fault(restorer, "join")
@@ -170,7 +175,7 @@ def prefetch_from_storage(
 def check_prefetch_progress(original: Callable[..., bool], cache: Any, request: Any) -> bool:
     """Around `UnifiedRadixCache.check_prefetch_progress`: a joined request is not ready yet."""
     restorer = _restorer
-    if restorer is not None and restorer.joins and restorer.holds(request):
+    if restorer is not None and restorer.work and restorer.joins.holds(request):
         return False
     return original(cache, request)
 
@@ -181,7 +186,7 @@ def release_aborted_request(_result: Any, _cache: Any, request: Any) -> None:
     if restorer is None or not restorer.work:
         return
     try:
-        restorer.forget(request)
+        restorer.joins.forget(request)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "abort")
 
@@ -212,7 +217,7 @@ def allocate_storage_hit(
     if restorer is None or not restorer.work or not operation.handle.rid.startswith("toolgap-"):
         return original(controller, operation, hit_tokens, **how)
     try:
-        with restorer.guard(hit_tokens):
+        with restorer.host.guard(hit_tokens):
             return original(controller, operation, hit_tokens, **how)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "allocation")
@@ -225,7 +230,12 @@ def evict_host(
     """Around `UnifiedRadixCache.evict_host`: leases give way before an ordinary request lacks room."""
     evicted = original(cache, num_tokens, *component, **named)
     restorer = _restorer
-    if restorer is not None and restorer.leases and not restorer.guarding and restorer.engine.cache is cache:
+    if (
+        restorer is not None
+        and restorer.leases
+        and not restorer.host.guarding
+        and restorer.engine.cache is cache
+    ):
         try:
             # Some callers ask for what they lack and others for all that they need, so that what is free says nothing.
             while evicted < num_tokens and restorer.leases.give_way():
@@ -261,9 +271,9 @@ def ready_to_load(original: Callable[..., int], cache: Any) -> int:
     """
     index = original(cache)
     restorer = _restorer
-    if index >= 0 or restorer is None or restorer.load is None or restorer.engine.cache is not cache:
+    if index >= 0 or restorer is None or restorer.engine.cache is not cache:
         return index
-    pending = restorer.index_to_wait_for()
+    pending = restorer.promotions.index_to_wait_for()
     return index if pending is None else pending
 
 
@@ -305,19 +315,14 @@ def prefilled(_result: Any, _owner: Any, batch: Any, _batch_result: Any) -> None
 def flush_cache(original: Callable[..., bool], scheduler: Any, empty_cache: bool = True) -> bool:  # noqa: FBT001 - SGLang's signature
     """Around `Scheduler.flush_cache`: end operations that would make it refuse; refuse under a hung read."""
     restorer = _restorer
-    if restorer is not None and _must_end_operations(restorer) and not _quiesce(Reason.FLUSHED):
+    if (
+        restorer is not None
+        and quiescing.operations_alone_hinder_a_flush(restorer)
+        and not _quiesce(Reason.FLUSHED)
+    ):
         logger.warning("toolgap: flush refused: a storage call has not returned")
         return False
     return original(scheduler, empty_cache)
-
-
-def _must_end_operations(restorer: Restorer) -> bool:
-    """Whether a flush would fail for operations alone: SGLang refuses it anyhow while there are requests."""
-    engine = restorer.engine
-    if not engine.may_ask:
-        return restorer.is_busy()
-    has_requests, busy = engine.any_rank([not engine.free_of_requests, not restorer.quiet])
-    return busy and not has_requests
 
 
 def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
@@ -366,10 +371,10 @@ def _quiesce(reason: Reason) -> bool:
     restorer = _restorer
     if restorer is None:
         return True
-    if not restorer.is_busy():
+    if not quiescing.is_busy(restorer):
         return True
     try:
-        restorer.quiesce(reason)
+        quiescing.quiesce(restorer, reason)
     except Exception:  # noqa: BLE001 - an exception here would end the scheduler
         _fault(restorer, "quiesce")
-    return not restorer.is_busy()
+    return not quiescing.is_busy(restorer)

@@ -20,10 +20,13 @@ from toolgap.sglang.messages import (
     HicachePrefetchReqOutput,
     Quiesce,
     Recall,
+    Recalled,
     Restore,
     decode_order,
 )
+from toolgap.sglang.quiescing import quiesce_for_release
 from toolgap.sglang.restorer import Restorer
+from toolgap.sglang.submits import submit
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +51,12 @@ def carry_out(restorer: Restorer, message: HicachePrefetchReqInput) -> HicachePr
             case Describe(operation_id=str(operation_id)):
                 return _reply(message, restorer.find(operation_id).status(restorer.clock()))
             case Recall(request_id=request_id):
-                body = msgspec.msgpack.encode(restorer.recall(request_id))
+                body = msgspec.msgpack.encode(_recall(restorer, request_id))
                 return HicachePrefetchReqOutput(rid=message.rid, status=200, body=body)
             case CancelOperation(operation_id=operation_id):
                 return _reply(message, restorer.cancel(operation_id))
             case Quiesce():
-                restorer.quiesce_for_release()
+                quiesce_for_release(restorer)
                 return HicachePrefetchReqOutput(rid=message.rid, status=200, body=b"{}")
             case Decide():
                 restorer.apply(order)
@@ -73,10 +76,33 @@ def carry_out(restorer: Restorer, message: HicachePrefetchReqInput) -> HicachePr
 
 def _submit(restorer: Restorer, order: Restore, message: HicachePrefetchReqInput) -> OperationStatus:
     try:
-        return restorer.submit(order, message)
+        return submit(restorer, order, message)
     except Refused as refusal:
         restorer.metrics.refused(refusal.error.code)
         raise
+
+
+def _recall(restorer: Restorer, request_id: str) -> Recalled:
+    """The tokens of a recent request.
+
+    Raises:
+        Refused: 404 if it is not known.
+    """
+    request = restorer.record.find(request_id)
+    if request is None:
+        raise Refused(
+            Code.UNKNOWN_REQUEST,
+            f"no finished request {request_id!r} is known: {len(restorer.record)} recent ones are "
+            "(TOOLGAP_RECORDED_TOKENS)",
+            field="request_id",
+        )
+    return Recalled(
+        token_ids=request.token_ids.tobytes(),
+        prompt_tokens=request.prompt_tokens,
+        extra_key=request.extra_key,
+        cache_salt=request.cache_salt,
+        dp_rank=restorer.engine.dp_rank,
+    )
 
 
 def _reply(message: HicachePrefetchReqInput, body: OperationStatus | Overview) -> HicachePrefetchReqOutput:
@@ -112,15 +138,15 @@ def overview(restorer: Restorer) -> Overview:
             prefetch_retries_pending=engine.prefetch_retries_pending,
             reads_in_flight=engine.reads_in_flight,
             max_operations=restorer.settings.max_operations,
-            max_operation_tokens=restorer.max_operation_tokens,
+            max_operation_tokens=restorer.host.max_operation_tokens,
             waiting_joins=len(restorer.joins),
             stalled_reads=restorer.stalls.given_up,
             paused=engine.paused,
-            budget_tokens=restorer.budget_tokens,
+            budget_tokens=restorer.host.budget_tokens,
             budget_used_tokens=restorer.budget_used_tokens,
             quarantined_tokens=restorer.stalls.quarantined_tokens,
             leased_tokens=restorer.leases.tokens,
-            max_leased_tokens=restorer.max_leased_tokens,
+            max_leased_tokens=restorer.host.max_leased_tokens,
             dp_rank=engine.dp_rank,
             restore_tokens_per_s=restorer.rates.restore_tokens_per_s,
             prefill_tokens_per_s=restorer.rates.prefill_tokens_per_s,

@@ -1,34 +1,19 @@
-"""In the scheduler's process: drives operations through SGLang's own prefetch, and joins requests to them.
+"""In the scheduler's process: drives operations through SGLang's own prefetch, from acceptance to outcome.
 
 All of it runs in the scheduler's thread. On several ranks each rank runs the same code on the same
-broadcast messages and rank-agreed engine state; only :meth:`Restorer.decide` reads the clock to decide,
-on one rank, and its decisions come back as a broadcast message.
+broadcast messages and rank-agreed engine state, and no clock decides here: what time asks for is in
+``decisions``, and comes back as a broadcast message.
 """
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import time
-import uuid
-from array import array
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import msgspec
 
-from toolgap.admission import (
-    Awaited,
-    Budget,
-    Rates,
-    Wanted,
-    check_awaited,
-    check_budget,
-    check_worthwhile,
-    estimate,
-    piece_tokens,
-    retry_after_s,
-)
+from toolgap.admission import Rates, piece_tokens
 from toolgap.operations import (
     CANCELLED,
     EXPIRED,
@@ -48,50 +33,37 @@ from toolgap.protocol import (
     Target,
 )
 from toolgap.rates import Meter
-from toolgap.settings import Admission, Settings
+from toolgap.settings import Settings
 from toolgap.sglang.continuations import Continuations
 from toolgap.sglang.declined import Declined
-from toolgap.sglang.internals.engine import Engine, Hold, Match, cause
+from toolgap.sglang.hostmemory import HostMemory
+from toolgap.sglang.internals.engine import Engine, Match, cause
 from toolgap.sglang.internals.requests import Prefix
+from toolgap.sglang.joins import Joins
+from toolgap.sglang.leaders import Leaders
 from toolgap.sglang.leases import Lease, Leases
 from toolgap.sglang.messages import (
     Decide,
     HicachePrefetchReqInput,
     HicachePrefetchReqOutput,
-    Recalled,
-    Restore,
-    encode_order,
 )
 from toolgap.sglang.metrics import Metrics
 from toolgap.sglang.pace import Pace
+from toolgap.sglang.promotions import Promotions
 from toolgap.sglang.record import Record
 from toolgap.sglang.stalls import Stalls
 from toolgap.sglang.storage_calls import StorageCalls
 from toolgap.sglang.usage import Usage
 from toolgap.sglang.validity import Validity
-from toolgap.sglang.work import Join, Work
+from toolgap.sglang.watch import Watch
+from toolgap.sglang.work import Work
 
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 4
 """Reads that an operation may issue or follow, one after another, that bring nothing."""
 
-_LONGEST_STEP_S = 0.25
-"""What one scheduler step may add to the watch, however long it took."""
-
-_DRAIN_PASSES = 5000
-_DRAIN_PAUSE_S = 0.001
-"""How long a flush waits for the batch in flight, in passes: a count is the same on every rank."""
-
 _to_json = msgspec.json.Encoder().encode
-
-
-class Load(NamedTuple):
-    """A promotion that was started."""
-
-    match: Match
-    counter: int
-    """SGLang's, for batches that wait for it."""
 
 
 class Restorer:
@@ -115,24 +87,23 @@ class Restorer:
         meter.has_several_ranks = engine.has_several_ranks
         self.rates = Rates()
         """What the rank whose clock decides has measured, as all ranks know it."""
-        self.watch_s = 0.0
-        """Time in which the scheduler took its steps: it stands still during a pause or a long prefill."""
-        self._last_decision_s = clock()
-        self.log = OperationLog(max_outcomes=settings.max_outcomes, clock=clock, watch=lambda: self.watch_s)
+        self.watch = Watch(clock())
+        self.log = OperationLog(
+            max_outcomes=settings.max_outcomes, clock=clock, watch=lambda: self.watch.elapsed_s
+        )
         self.limits = Limits(settings.stall_timeout_s, settings.stop_grace_s)
         self.work: dict[str, Work] = {}
         """Active operations by id. Empty means that every hook returns at once."""
-        self.joins: dict[Any, Join] = {}
+        self.leaders = Leaders(engine, settings.piece_tokens, self.work)
+        self.joins = Joins(engine, settings, self.leaders, metrics, self.work, clock)
+        self.host = HostMemory(engine, settings)
+        self.promotions = Promotions(engine, metrics)
         self.stalls = Stalls(engine, calls, metrics, clock)
         self.leases = Leases(engine)
         self.usage = Usage()
         self.continuations = Continuations(engine.page_tokens)
         self.record = Record(settings.recorded_tokens)
         self.declined = Declined()
-        self.guarding = False
-        """Whether host memory is being allocated for an operation: leases do not give way to those."""
-        self.load: Load | None = None
-        """The last promotion: a batch that starts while it goes on waits for its layers."""
         self._arrivals = itertools.count()
         self._pace = Pace(settings.switch_interval_s)
         self.validity = Validity(engine)
@@ -142,48 +113,25 @@ class Restorer:
         """Whether no hook has anything to do."""
         return not (self.work or self.stalls or self.leases)
 
-    # ---- submit ----
+    @property
+    def budget_used_tokens(self) -> int:
+        """What active operations may still read."""
+        return sum(work.budget_tokens for work in self.work.values())
 
-    def submit(self, order: Restore, request: HicachePrefetchReqInput) -> OperationStatus:
-        """Accept an operation and start it.
+    # ---- turns ----
 
-        Raises:
-            Refused: 409, 429, 501 or 503, with the reason.
+    def accept(
+        self, operation: Operation, prefix: Prefix, request: HicachePrefetchReqInput, match: Match
+    ) -> None:
+        """Take a new operation in, and start it.
+
+        Args:
+            operation: Its id is in use by no active one.
+            prefix: What it restores.
+            request: Who is told its outcome.
+            match: What of the prefix is resident.
         """
-        token_ids = array("q")
-        token_ids.frombytes(request.token_ids)
-        prefix = Prefix(token_ids, order.extra_key, order.cache_salt or None)
-        fingerprint = _fingerprint(prefix)
-        known = self.log.find(order.operation_id)
-        if known is not None:
-            if known.fingerprint != fingerprint:
-                raise Refused(
-                    Code.OPERATION_CONFLICT,
-                    f"operation {order.operation_id!r} is one of another prefix: choose another id",
-                    field="operation_id",
-                )
-            return known.status(self.clock())
-        self._check_gates(order)
-        operation = Operation(
-            operation_id=order.operation_id,
-            fingerprint=fingerprint,
-            namespace=self.validity.namespace,
-            requested_tokens=len(token_ids),
-            aligned_tokens=self.engine.align(len(token_ids)),
-            ttl_s=order.ttl_s,
-            submitted_ts=time.time(),
-            deadline_ts=order.deadline_ts,
-            target=order.target,
-            lease_s=None if order.lease_s is None else min(order.lease_s, self.settings.max_lease_s),
-            dp_rank=order.dp_rank,
-            stable_tokens=order.stable_tokens,
-        )
-        match = self.engine.match(prefix)
-        operation.resident_tokens = min(match.resident_tokens, operation.aligned_tokens)
-        # Its return address. SGLang still has to pass the message itself on to the next stage.
-        address = msgspec.structs.replace(request, token_ids=b"")
-        work = Work(operation, prefix, address, next(self._arrivals))
-        self._check_room(work, match, order)
+        work = Work(operation, prefix, request, next(self._arrivals))
         self.log.accept(operation)
         self.work[operation.operation_id] = work
         self.continuations.watch(operation, prefix)
@@ -193,145 +141,6 @@ class Restorer:
         self._place(work, match)
         self._dispatch()
         self._sample()
-        return operation.status(self.clock())
-
-    def _check_room(self, work: Work, match: Match, order: Restore) -> None:
-        """Raise Refused unless what the operation has to read could be read, fits, and is worth it."""
-        operation, engine = work.operation, self.engine
-        missing_tokens = wanted_tokens = operation.aligned_tokens - operation.resident_tokens
-        leader = None
-        if wanted_tokens < engine.shortest_read_tokens(match):
-            missing_tokens = wanted_tokens = 0
-        elif leader := self._find_leader(work, operation.resident_tokens):
-            wanted_tokens = operation.aligned_tokens - work.shared_tokens
-        elif not engine.can_anchor(match):
-            raise Refused(
-                Code.ANCHOR_NOT_BACKED_UP,
-                f"the first {operation.resident_tokens} tokens are on the device only, and pages cannot be "
-                "attached behind them before SGLang has backed them up",
-                retry_after_s=1.0,
-            )
-        elif engine.declines_reads:
-            raise Refused(
-                Code.RATE_LIMITED,
-                "ordinary requests' reads occupy SGLang's prefetch capacity",
-                retry_after_s=1.0,
-            )
-        check_budget(
-            Budget(self.settings.max_operations, self.max_operation_tokens, self.budget_tokens),
-            active_operations=len(self.work),
-            active_tokens=self.budget_used_tokens,
-            wanted_tokens=wanted_tokens,
-            retry_after_s=retry_after_s(
-                operation.ended_at - operation.accepted_at
-                for operation in self.log.outcomes.values()
-                if operation.ended_at is not None
-            ),
-        )
-        if operation.lease_s is not None:
-            self.leases.check(
-                operation.aligned_tokens,
-                sum(
-                    w.operation.aligned_tokens for w in self.work.values() if w.operation.lease_s is not None
-                ),
-                self.max_leased_tokens,
-                self.clock(),
-            )
-        operation.estimate = estimate(
-            self.rates,
-            Wanted(
-                operation.resident_tokens, missing_tokens, wanted_tokens, self._queued_tokens(work, leader)
-            ),
-            gap_s=order.gap_s,
-            now_ts=order.deadline_ts - order.gap_s,
-            batch_tokens=engine.prefill_chunk_tokens,
-        )
-        if self.settings.admission is Admission.DECLINE:
-            if not order.force:
-                self._check_worthwhile(work)
-            self._check_awaited(operation, wanted_tokens, order)
-
-    def _check_worthwhile(self, work: Work) -> None:
-        """Raise Refused if a recompute is as fast, and let the continuation do that."""
-        try:
-            check_worthwhile(work.operation.estimate)
-        except Refused:
-            if self.settings.recompute_declined:
-                self.declined.add(work.prefix)
-            raise
-
-    def _queued_tokens(self, work: Work, leader: "Work | Any | None") -> int:
-        """What is read before an operation that is not accepted yet gets its turn: equal on all ranks."""
-        own_turn = (True, work.operation.deadline_ts, work.arrival)
-        tokens = self.engine.ordinary_reads_tokens
-        for other in self.work.values():
-            if other is leader:
-                tokens += max(0, work.shared_tokens - other.landed_tokens)
-            elif (not other.joined, other.operation.deadline_ts, other.arrival) < own_turn:
-                tokens += other.budget_tokens
-            elif other.read is not None:
-                tokens += min(other.read.span_tokens, other.budget_tokens)
-        return tokens
-
-    def _check_awaited(self, operation: Operation, wanted_tokens: int, order: Restore) -> None:
-        """Raise Refused if host memory has room only where restored KV waits that is needed earlier."""
-        check_awaited(
-            [
-                Awaited(span.end_tokens - span.start_tokens, span.operation.deadline_ts)
-                for span in self.usage
-                if span.operation.is_awaited
-            ],
-            host_tokens=self.engine.host_total_tokens,
-            held_tokens=self.leases.tokens + self.budget_used_tokens,
-            wanted_tokens=wanted_tokens,
-            deadline_ts=operation.deadline_ts,
-            now_ts=order.deadline_ts - order.gap_s,
-        )
-
-    def _check_gates(self, order: Restore) -> None:
-        engine = self.engine
-        if obstacle := engine.obstacle():
-            raise Refused(Code.NOT_SUPPORTED, obstacle)
-        self.validity.check_namespace(order.namespace)
-        if order.target is Target.DEVICE and (obstacle := engine.promotion_obstacle()):
-            raise Refused(Code.NOT_SUPPORTED, obstacle, field="target")
-        if order.lease_s is not None and self.max_leased_tokens == 0:
-            raise Refused(
-                Code.NOT_SUPPORTED, "this server grants no leases (TOOLGAP_LEASE_SHARE is 0)", field="lease_s"
-            )
-        self.validity.check_storage()
-        if engine.paused:
-            raise Refused(Code.PAUSED, "the engine is paused", retry_after_s=1.0)
-        if engine.flush_pending:
-            raise Refused(Code.FLUSH_PENDING, "a flush waits for the engine to be idle", retry_after_s=1.0)
-        if self.stalls.hanging:
-            raise Refused(
-                Code.STORAGE_STALLED,
-                "a storage call that was given up has not returned yet",
-                retry_after_s=5.0,
-            )
-
-    @property
-    def budget_tokens(self) -> int:
-        """Host memory that active operations may read into."""
-        return self.engine.align(int(self.engine.host_total_tokens * self.settings.host_share))
-
-    @property
-    def budget_used_tokens(self) -> int:
-        """What active operations may still read."""
-        return sum(work.budget_tokens for work in self.work.values())
-
-    @property
-    def max_operation_tokens(self) -> int:
-        """Longest span that one operation may read."""
-        return min(self.settings.max_operation_tokens or self.budget_tokens, self.budget_tokens)
-
-    @property
-    def max_leased_tokens(self) -> int:
-        """Host memory that leases may hold."""
-        return self.engine.align(int(self.engine.host_total_tokens * self.settings.lease_share))
-
-    # ---- turns ----
 
     def _place(self, work: Work, match: Match | None = None) -> None:
         """Look at what is missing now: end, follow a read of it, or queue for a turn to read it.
@@ -357,11 +166,8 @@ class Restorer:
             self._arrive(work, Reason.BELOW_THRESHOLD)
         elif work.attempts > _MAX_ATTEMPTS or not engine.can_anchor(match):
             self._arrive(work, Reason.NOT_INSERTED)
-        elif leader := self._find_leader(work, work.landed_tokens):
-            if isinstance(leader, Work):
-                work.leader = leader
-            else:
-                work.leading_request = leader
+        elif leader := self.leaders.find(work.prefix, operation.aligned_tokens, work.landed_tokens, but=work):
+            work.leader, work.leading_request, work.shared_tokens = leader
             self.log.wait(operation, following=True)
         else:
             self.log.wait(operation, queued=True)
@@ -389,7 +195,7 @@ class Restorer:
 
     def _turn(self, work: Work) -> tuple[bool, float, int]:
         """Sort key: an operation has the turn of the most urgent of those that wait for it."""
-        followers = [other for other in self.work.values() if other.leader is work]
+        followers = self.leaders.followers(work)
         return (
             not (work.joined or any(follower.joined for follower in followers)),
             min(other.operation.deadline_ts for other in (work, *followers)),
@@ -422,100 +228,12 @@ class Restorer:
         else:
             self.log.advance(operation, State.QUERYING, operation.read_tokens)
 
-    def _find_leader(self, work: Work, resident_tokens: int) -> "Work | Any | None":
-        """A read in flight that brings most of what is missing: an operation's, or a request's handle.
-
-        Notes in the work how much of the prefix it brings.
-        """
-        aligned_tokens = work.operation.aligned_tokens
-        for other in self.work.values():
-            if other is work or other.leader is not None or other.promotion is not None:
-                continue
-            shared = self.engine.align(work.prefix.shared_tokens(other.prefix))
-            if self._worth_waiting(shared, resident_tokens, self._useless_tokens(other, shared)):
-                work.shared_tokens = shared
-                return other
-        for read in self.engine.ordinary_reads():
-            shared = self.engine.align(work.prefix.shared_tokens(read.prefix))
-            end_tokens = max(self.engine.align(len(read.prefix.token_ids) - 1), shared)
-            brought = min(shared, aligned_tokens)
-            if self._worth_waiting(brought, resident_tokens, end_tokens - brought):
-                work.shared_tokens = brought
-                return read.handle
-        return None
-
-    def _worth_waiting(self, shared_tokens: int, resident_tokens: int, useless_tokens: int) -> bool:
-        """Whether to wait for a read for what is shared with it.
-
-        Not for less than SGLang would read at all, and not if most of the time would be spent on what is
-        of no use here.
-        """
-        gained_tokens = shared_tokens - resident_tokens
-        # Where a read cannot be cut, it brings what its whole span ends with, or nothing.
-        allowed_tokens = gained_tokens if self.engine.piecewise else 0
-        return gained_tokens >= self.engine.prefetch_threshold_tokens and useless_tokens <= allowed_tokens
-
-    def _useless_tokens(self, work: Work, shared_tokens: int) -> int:
-        """What an operation reads beyond what is shared before that is resident: the rest of a piece at most."""
-        rest_tokens = work.operation.aligned_tokens - shared_tokens
-        return min(rest_tokens, self.settings.piece_tokens) if self.engine.piecewise else rest_tokens
-
-    # ---- the join ----
-
-    def intercept(self, handle: Any, prefix: Prefix, matched_tokens: int) -> bool:
-        """Whether a request's own storage read is left out.
-
-        Called when SGLang is about to issue that read. If an operation reads those pages, the request waits in
-        SGLang's queue until :meth:`holds` lets it go; if their restore was declined, it recomputes them.
-        """
-        if self.declined.begins(prefix):
-            return True
-        if not self.settings.join:
-            return False
-        before = self.joins.get(handle)
-        for work in self.work.values():
-            shared = self.engine.align(work.prefix.shared_tokens(prefix))
-            if work.promotion is not None or not self._worth_waiting(
-                shared, matched_tokens, self._useless_tokens(work, shared)
-            ):
-                continue
-            if handle in work.declined or (
-                before is not None and before.operation_id == work.operation.operation_id
-            ):
-                return True
-            self._leave(handle)
-            budget_s = self.settings.join_timeout_s or self.engine.wait_budget_s(shared - matched_tokens)
-            self.joins[handle] = Join(work.operation.operation_id, shared, self.clock(), budget_s)
-            work.joined.add(handle)
-            work.operation.joined_requests += 1
-            self.metrics.joined()
-            work.operation.waiting_requests = len(work.joined)
-            return True
-        self._leave(handle)
-        return False
-
-    def holds(self, handle: Any) -> bool:
-        """Whether a request still waits for an operation."""
-        return handle in self.joins
-
-    def forget(self, handle: Any) -> None:
-        """A request was aborted or retried."""
-        self._leave(handle)
-        for work in self.work.values():
-            work.declined.discard(handle)
-
-    def _leave(self, handle: Any) -> None:
-        join = self.joins.pop(handle, None)
-        if join is not None and (work := self.work.get(join.operation_id)) is not None:
-            work.joined.discard(handle)
-            work.operation.waiting_requests = len(work.joined)
-
     # ---- progress and end ----
 
     def poll(self) -> None:
         """Follow the engine: called once a scheduler step, after SGLang drained its events."""
         if self.engine.flush_pending:
-            self._stop_all(Stop(State.CANCELLED, Reason.FLUSHED))
+            self.stop_all(Stop(State.CANCELLED, Reason.FLUSHED))
         for work in list(self.work.values()):
             if work.operation.ended_at is None:
                 self._follow(work)
@@ -529,9 +247,9 @@ class Restorer:
             queued=sum(work.is_ready for work in self.work.values()),
             waiting_joins=len(self.joins),
             reading_tokens=self.budget_used_tokens,
-            budget_tokens=self.budget_tokens,
+            budget_tokens=self.host.budget_tokens,
             leased_tokens=self.leases.tokens,
-            lease_budget_tokens=self.max_leased_tokens,
+            lease_budget_tokens=self.host.max_leased_tokens,
             stalled_calls=self.stalls.given_up,
         )
 
@@ -592,10 +310,7 @@ class Restorer:
         """Requests that wait for no more than has landed go on."""
         if work.operation.ended_at is not None:
             return
-        satisfied = {handle for handle in work.joined if self.joins[handle].end_tokens <= work.landed_tokens}
-        for handle in satisfied:
-            self._leave(handle)
-        self.engine.refetch(satisfied)
+        self.engine.refetch(self.joins.let_go(work))
 
     def _arrive(self, work: Work, reason: Reason, *, known_end_tokens: int | None = None) -> None:
         """Reading is over: promote what is resident if that was asked for, then end."""
@@ -608,31 +323,8 @@ class Restorer:
             self._end_by(work, reason, known_end_tokens=known_end_tokens)
 
     def _promote(self, work: Work) -> None:
-        """Load what is in host memory to free device memory: wait for other loads, start, or end."""
-        engine = self.engine
-        if work.is_loading:
-            assert work.promotion is not None
-            if engine.is_loading(work.promotion):
-                return
-            work.operation.promoted_tokens = work.promotion.host_tokens
-            self.metrics.promoted(work.promotion.host_tokens)
-        else:
-            match = engine.match(work.prefix)
-            if engine.loading and match.host_tokens:
-                work.promotion = match
-                return
-            # Asked on every rank at this step, whatever is free on this one.
-            room_tokens = engine.device_room() if match.host_tokens else 0
-            if match.host_tokens and match.host_tokens <= room_tokens:
-                index = engine.promote(match)
-                if index is not None:
-                    self.load = Load(match, index)
-                    work.promotion, work.is_loading = match, True
-                    return
-            if match.host_tokens and work.reason in (Reason.COMPLETE, Reason.ALREADY_RESIDENT):
-                work.reason = Reason.DEVICE_CAPACITY
-        work.promotion = None
-        self._end_by(work, work.reason, known_end_tokens=work.known_end_tokens)
+        if self.promotions.advance(work):
+            self._end_by(work, work.reason, known_end_tokens=work.known_end_tokens)
 
     def _end_by(self, work: Work, reason: Reason, *, known_end_tokens: int | None = None) -> None:
         """End an operation that was not stopped, in the state that follows from what has landed."""
@@ -668,21 +360,18 @@ class Restorer:
             (operation.ended_at or 0.0) - operation.accepted_at,
         )
         self._tell(work)
-        waiting = set(work.joined)
-        for handle in waiting:
-            self.joins.pop(handle, None)
-        work.joined.clear()
+        waited = self.joins.end_all(work)
         stalled = reason is Reason.STORAGE_STALLED
-        for other in [other for other in self.work.values() if other.leader is work]:
+        for other in self.leaders.followers(work):
             if other.operation.ended_at is None and stalled:
                 self._end(other, State.FAILED, Reason.STORAGE_STALLED)
             elif other.operation.ended_at is None:
                 self._resume(other, work, known_end_tokens)
         if stalled:
             return  # whoever asked storage now would wait for the same thread
-        self.engine.refetch(
-            waiting if known_end_tokens is None else set(self._still_missing(waiting, work, known_end_tokens))
-        )
+        if known_end_tokens is not None:
+            waited = self.joins.still_missing(waited, work, known_end_tokens)
+        self.engine.refetch(waited)
 
     def _settle_memory(self, work: Work) -> None:
         """What landed becomes ordinary host memory, or the lease's, and is watched for its use."""
@@ -718,38 +407,7 @@ class Restorer:
         reason = Reason.NOT_IN_STORAGE if known_empty else Reason.STORAGE_SHORTFALL
         self._arrive(follower, reason)
 
-    def _still_missing(self, handles: Iterable[Any], work: Work, known_end_tokens: int) -> list[Any]:
-        """Of the requests that waited, those for which storage may hold more than the read brought."""
-        prefixes = self.engine.waiting_prefixes(set(handles))
-        return [
-            handle
-            for handle, prefix in prefixes.items()
-            if self.engine.align(work.prefix.shared_tokens(prefix)) <= known_end_tokens
-        ]
-
-    # ---- questions ----
-
-    def recall(self, request_id: str) -> Recalled:
-        """The tokens of a recent request.
-
-        Raises:
-            Refused: 404 if it is not known.
-        """
-        request = self.record.find(request_id)
-        if request is None:
-            raise Refused(
-                Code.UNKNOWN_REQUEST,
-                f"no finished request {request_id!r} is known: {len(self.record)} recent ones are "
-                "(TOOLGAP_RECORDED_TOKENS)",
-                field="request_id",
-            )
-        return Recalled(
-            token_ids=request.token_ids.tobytes(),
-            prompt_tokens=request.prompt_tokens,
-            extra_key=request.extra_key,
-            cache_salt=request.cache_salt,
-            dp_rank=self.engine.dp_rank,
-        )
+    # ---- stopping ----
 
     def find(self, operation_id: str) -> Operation:
         """An active or recent operation.
@@ -765,8 +423,6 @@ class Restorer:
                 field="operation_id",
             )
         return operation
-
-    # ---- stopping ----
 
     def cancel(self, operation_id: str) -> OperationStatus:
         """Stop an operation for a client, or end its lease. Idempotent."""
@@ -794,14 +450,15 @@ class Restorer:
             return
         if at_once:
             self.engine.give_up(read)
-        elif for_all or not (work.joined or any(other.leader is work for other in self.work.values())):
+        elif for_all or not (work.joined or self.leaders.followers(work)):
             self.engine.stop(read)
         if not self.engine.in_flight(read):
             key = f"{read.handle.rid}.{read.handle.attempt_id}"
             self.stalls.leave(key, read.operation, self.engine.quarantined_tokens(read), hangs=at_once)
             self._conclude(work)
 
-    def _stop_all(self, stop: Stop) -> None:
+    def stop_all(self, stop: Stop) -> None:
+        """Stop every operation that is not being stopped yet, whoever waits for it."""
         # Followers first: one that is left would start to read when its leader stops.
         for work in sorted(self.work.values(), key=lambda work: work.read is not None):
             if work.operation.ended_at is None and work.operation.stop is None:
@@ -819,90 +476,13 @@ class Restorer:
                 if work is not None and not (stop is EXPIRED and not at_once and work.joined):
                     self._stop(work, stop, at_once=at_once)
         for rid, attempt in decision.release:
-            for handle in [
-                handle for handle in self.joins if (handle.rid, handle.attempt_id) == (rid, attempt)
-            ]:
-                work = self.work[self.joins[handle].operation_id]
-                work.declined.add(handle)
-                self._leave(handle)
+            self.joins.give_up(rid, attempt)
         for operation_id in decision.unlease:
             self.leases.end(operation_id)
         if decision.rates is not None:
             self.rates = decision.rates
         self.stalls.hang(decision.hang)
         self.stalls.replace(decision.replace)
-
-    def decide(self) -> HicachePrefetchReqInput | None:
-        """What time asks for, on the one rank that decides; said again until it was applied."""
-        now = self.clock()
-        if not self.engine.paused:
-            self.watch_s += min(now - self._last_decision_s, _LONGEST_STEP_S)
-        self._last_decision_s = now
-        due = self.log.due(self.limits)
-        release = [
-            (handle.rid, handle.attempt_id)
-            for handle, join in self.joins.items()
-            if now - join.since_s >= join.budget_s
-        ]
-        unlease = self.leases.due(now)
-        hang, replace = self.stalls.due(self.settings.stall_timeout_s, self.settings.reader_patience_s)
-        rates = self.meter.news(self.rates) if self.meter.changed else None
-        if not (due or release or unlease or hang or replace or rates):
-            return None
-        order = Decide(
-            expire=due.expire,
-            stall=due.stall,
-            abandon=due.abandon,
-            release=release,
-            unlease=unlease,
-            hang=hang,
-            replace=replace,
-            rates=rates,
-        )
-        return HicachePrefetchReqInput(order=encode_order(order))
-
-    def quiesce(self, reason: Reason) -> None:
-        """End every operation, waiting shortly for the batch in flight, before the engine is changed.
-
-        An operation whose storage call hangs stays: SGLang then sees that it is not idle, and refuses
-        the change as it would for an ordinary request's read.
-        """
-        self._stop_all(Stop(State.CANCELLED, reason))
-        if reason is not Reason.STORAGE_REPLACED:
-            self.leases.end_all()
-        if not self.engine.may_ask:
-            return
-        for _ in range(_DRAIN_PASSES):
-            if not self.is_busy():
-                return
-            self.engine.drain()
-            time.sleep(_DRAIN_PAUSE_S)
-        logger.warning("toolgap: a storage call does not return")
-
-    def quiesce_for_release(self) -> None:
-        """End every operation before memory goes.
-
-        Raises:
-            Refused: 503 if a storage call hangs.
-        """
-        self.quiesce(Reason.MEMORY_RELEASED)
-        if self.is_busy():
-            raise Refused(
-                Code.STORAGE_STALLED,
-                "a storage call of a restore has not returned, and memory cannot be released under it",
-                retry_after_s=5.0,
-            )
-
-    @property
-    def quiet(self) -> bool:
-        """Whether SGLang can stop this rank's storage threads: no operation is active, and no call is running."""
-        return not self.work and not self.calls
-
-    def is_busy(self) -> bool:
-        """Whether a rank's storage threads cannot be stopped. Asked on every rank at the same step."""
-        if self.engine.may_ask:
-            return self.engine.any_rank([not self.quiet])[0]
-        return bool(self.work or self.stalls or self.engine.reads_in_flight)
 
     def drop_all(self) -> None:
         """After a fault of ours: forget every operation, so that SGLang goes on as if there were none."""
@@ -922,35 +502,9 @@ class Restorer:
                 self._tell(work)
         self.work.clear()
         self._pace.quicken(active=bool(self.work))
-        self.joins.clear()
+        self.joins.forget_all()
         self.engine.own_tokens = 0
-        self.load = None
-
-    # ---- memory ----
-
-    def index_to_wait_for(self) -> int | None:
-        """SGLang's index of a promotion under way: what it loads counts as being on the device already."""
-        if self.load is not None and not self.engine.is_loading(self.load.match):
-            self.load = None
-        return None if self.load is None else self.load.counter
-
-    @contextlib.contextmanager
-    def guard(self, tokens: int) -> Iterator[None]:
-        """While host memory is allocated for an operation: evict nothing that a waiting request found there.
-
-        What a running request has is on the device as well, and SGLang evicts no host copy of that; what
-        operations have restored so far, and leases, are held anyhow.
-        """
-        holds: list[Hold] = []
-        self.guarding = True
-        try:
-            if self.engine.needs_eviction(tokens):
-                self.engine.hold_waiting(holds)
-            yield
-        finally:
-            self.guarding = False
-            for hold in holds:
-                self.engine.release(hold)
+        self.promotions.forget()
 
     def checkpointed(self, prefix: Prefix, cached_tokens: int) -> None:
         """A request's KV went into the cache: see whether it used what operations had restored."""
@@ -965,7 +519,7 @@ class Restorer:
     def was_reset(self) -> None:
         """The whole cache was dropped, and SGLang's bookkeeping with it."""
         self.engine.own_tokens = 0
-        self.load = None
+        self.promotions.forget()
         self.validity.cache_dropped()
         self.leases.forget_all()
         works = list(self.work.values())
@@ -999,19 +553,7 @@ class Restorer:
         for work in self.work.values():
             work.check_integrity()
             assert work.read is None or self.engine.in_flight(work.read)
-        for handle, join in self.joins.items():
-            assert handle in self.work[join.operation_id].joined
+        self.joins.check_integrity()
         assert self.engine.own_tokens == sum(
             w.read.span_tokens for w in self.work.values() if w.read is not None
         )
-
-
-def new_operation_id() -> str:
-    """An id for a submit that named none."""
-    return uuid.uuid4().hex
-
-
-def _fingerprint(prefix: Prefix) -> bytes:
-    digest = hashlib.blake2b(prefix.token_ids.tobytes(), digest_size=16)
-    digest.update(repr((prefix.extra_key, prefix.cache_salt)).encode())
-    return digest.digest()

@@ -1,22 +1,12 @@
 """What the restorer keeps of an active operation beside its record."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from toolgap.operations import Operation
 from toolgap.protocol import Reason
 from toolgap.sglang.internals.engine import Hold, Match, Read
 from toolgap.sglang.internals.requests import Prefix
 from toolgap.sglang.messages import HicachePrefetchReqInput
-
-
-class Join(NamedTuple):
-    """A request that waits for an operation."""
-
-    operation_id: str
-    end_tokens: int
-    """Once so much of the prefix is resident, it waits no longer."""
-    since_s: float
-    budget_s: float
 
 
 class Work:
