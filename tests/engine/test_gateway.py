@@ -20,9 +20,6 @@ pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
 
-# The tiny model recomputes so fast that a restore is rightly declined now and then.
-ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
-
 Make = Callable[..., Agent]
 
 
@@ -35,9 +32,7 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
-                Server(
-                    model, folder / name, arguments=arguments, environment=ENVIRONMENT, shared_storage=storage
-                )
+                Server(model, folder / name, arguments=arguments, environment=PATIENT, shared_storage=storage)
             )
             for name in ("a", "b")
         )

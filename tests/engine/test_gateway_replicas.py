@@ -14,8 +14,6 @@ pytestmark = pytest.mark.engine
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
 REPLICAS = 2
 FEW_TOKENS = 8
-ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
-"""The tiny model computes faster than a busy machine reads."""
 PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
 """So that a busy machine sends no request elsewhere, and gives no restore up."""
 
@@ -26,7 +24,7 @@ Make = Callable[..., Agent]
 def replicated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = [*WORKER_ARGUMENTS, "--chat-template", str(TEMPLATE), "--dp-size", str(REPLICAS)]
     folder = tmp_path_factory.mktemp("dp")
-    with Server(model, folder, arguments=arguments, environment=ENVIRONMENT, ranks=REPLICAS) as server:
+    with Server(model, folder, arguments=arguments, environment=PATIENT, ranks=REPLICAS) as server:
         yield server
 
 

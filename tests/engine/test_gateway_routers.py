@@ -29,8 +29,6 @@ from toolgap.protocol import OperationStatus, Reason, State
 pytestmark = pytest.mark.engine
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "qwen3.jinja"
-ENVIRONMENT = {**PATIENT, "TOOLGAP_ADMISSION": "report"}
-"""The tiny model computes faster than a busy machine reads."""
 PATIENT_GATEWAY = ("--session-timeout-s", "60", "--restore-timeout-s", "120")
 """So that a busy machine sends no request elsewhere, and gives no restore up."""
 LAUNCH_ROUTER = """
@@ -62,7 +60,7 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
                     model,
                     folder / name,
                     arguments=arguments,
-                    environment=ENVIRONMENT,
+                    environment=PATIENT,
                     shared_storage=folder / "l3",
                 )
             )

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.engine
 ENVIRONMENT = {
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
     **PATIENT,
+    "TOOLGAP_ADMISSION": "decline",
     "TOOLGAP_MAX_OPERATIONS": "24",
     "TOOLGAP_REPLY_TIMEOUT_S": "15",
 }

@@ -13,13 +13,15 @@ from toolgap.protocol import Code, Error, ErrorReply, Reason, State
 
 pytestmark = pytest.mark.engine
 
+DECLINING = {**PATIENT, "TOOLGAP_ADMISSION": "decline"}
+
 SLOW_S = 0.02
 """What each page takes longer to be read."""
 
 
 @pytest.fixture(scope="module")
 def admission_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(model, tmp_path_factory.mktemp("admission"), environment=PATIENT) as server:
+    with Server(model, tmp_path_factory.mktemp("admission"), environment=DECLINING) as server:
         yield server
 
 
