@@ -248,7 +248,7 @@ class Server:
     admin_key: str | None = ADMIN_KEY
     shared_storage: Path | None = None
     """A folder for L3 that other servers have, too; by default its own."""
-    prefix: Sequence[str] = ()
+    launcher: Sequence[str] = ()
     """A command that runs the server's."""
     child: ChildServer | None = None
 
@@ -279,7 +279,7 @@ class Server:
         environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(self.storage)
         environment["TOOLGAP_CPU_FORK"] = "0" if self.spawn else "1"
         environment["TOOLGAP_PROBE_SOCKET"] = str(self.probe.path)
-        command = [*self.prefix, sys.executable, "-m", "sglang.launch_server", *cpu_arguments(arguments)]
+        command = [*self.launcher, sys.executable, "-m", "sglang.launch_server", *cpu_arguments(arguments)]
         if not self.hierarchical:
             command = [part for part in command if part != "--enable-hierarchical-cache"]
         self.child = ChildServer(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from harness import PAGE, PATIENT, Prompt, Server, until
+from storing import recomputed, restored
 
 from toolgap.protocol import State
 from toolgap.store.config import StoreConfig, arguments
@@ -31,8 +32,7 @@ def test_what_the_file_backend_wrote_is_restored_from_the_store(
 ) -> None:
     prefix = prompt(TOKENS)
     continuation = prefix + prompt(3)
-    expected = server.generate(continuation, tokens=8, extra_key="computed").output_ids
-    server.flush()
+    expected = recomputed(server, continuation)
     server.store([*prefix, 5])
     until("storage is detached", lambda: server.http.delete(BACKEND).status_code == 200)
 
@@ -46,7 +46,7 @@ def test_what_the_file_backend_wrote_is_restored_from_the_store(
     assert imported.imported_pages >= PAGES
     assert (imported.failed_pages, imported.odd_files) == (0, 0)
 
-    outcome = server.ended(server.toolgap.submit(input_ids=prefix).operation_id)
+    outcome = restored(server, prefix)
     assert (outcome.state, outcome.read_tokens) == (State.RESTORED, TOKENS)
     answer = server.generate(continuation, tokens=8)
     assert (answer.sources, answer.output_ids) == ((0, TOKENS, 0), expected)

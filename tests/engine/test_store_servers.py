@@ -1,12 +1,12 @@
 """Servers of other shapes, and on other disks, over Toolgap's store."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from harness import Prompt
 from storing import PAGES, TOKENS, counted, flip_pages, recomputed, restored, serving, sizes
 
+from mounts import apart
 from toolgap.protocol import Reason, State
 from toolgap.store.config import StoreConfig
 from toolgap.store.options import Fsync
@@ -67,15 +67,8 @@ def small_disk(tmp_path: Path) -> list[str]:
     """What runs a command that has a disk of 2 MiB, which nobody else sees and which goes with it."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    apart = ["unshare", "--user", "--map-root-user", "--mount"]
     mount = f"mount -t tmpfs -o size=2m tmpfs '{disk}'"
-    try:
-        may = subprocess.run([*apart, "sh", "-c", mount], capture_output=True, timeout=60, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare")
-    if may.returncode:
-        pytest.skip("this machine lets no process mount, in a name space of its own either")
-    return [*apart, "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    return [*apart(disk), "sh", "-c", f'{mount} && exec "$@"', "sh"]
 
 
 def test_a_full_disk_costs_what_it_could_not_take(
@@ -83,7 +76,7 @@ def test_a_full_disk_costs_what_it_could_not_take(
 ) -> None:
     config = StoreConfig(path=str(tmp_path / "disk" / "kv"))
     prefixes = [prompt(TOKENS) for _ in range(6)]
-    with serving(model, tmp_path / "server", config, prefix=small_disk) as server:
+    with serving(model, tmp_path / "server", config, launcher=small_disk) as server:
         for prefix in prefixes:
             server.store([*prefix, 5])
         assert counted(server, "failed_pages_total", 'reason="ENOSPC"')

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from stores import NAMESPACE, pages, read_right
 
+from mounts import apart
 from toolgap.store.errors import StoreError
 from toolgap.store.options import Fsync, Options
 from toolgap.store.store import Store
@@ -196,28 +197,29 @@ with Store.open(disk, NAMESPACE, Options(limit_bytes=1 << 20)) as store:
         assert "read-only" in str(error)
     else:
         raise AssertionError
+with Store.open(disk, NAMESPACE, Options(limit_bytes=12288)) as store:
+    # It is beyond the limit, and nothing can be done about it.
+    assert store.stats().used_bytes > 12288
+    assert store.write(pages(["new"])) == [False]
+    assert store.stats().trouble is None
+    assert all(read_right(store, ["k19"]))
 try:
     Store.open(disk / "other", NAMESPACE)
 except StoreError as error:
     assert "Read-only" in str(error), error
 else:
     raise AssertionError
+with Store.open(disk, NAMESPACE) as store:
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    assert read_right(store, ["k19"]) == [False]
+    assert (store.stats().trouble, store.stats().failures) == ("gone", {"gone": 1})
 print("done")
 """
 
 
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
-    apart = ["unshare", "--user", "--map-root-user", "--mount"]
-    try:
-        may = subprocess.run(
-            [*apart, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, timeout=60
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no unshare")
-    if may.returncode:
-        pytest.skip("this machine lets no process mount, in a name space of its own either")
     result = subprocess.run(
-        [*apart, sys.executable, "-c", MOUNTED, str(tmp_path), str(HERE)],
+        [*apart(tmp_path), sys.executable, "-c", MOUNTED, str(tmp_path), str(HERE)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -44,6 +44,11 @@ class Catalog:
             return "read-only"
         return "gone" if self._is_gone else None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder was removed, or moved away."""
+        return self._is_gone
+
     # --- Seeing what others did ------------------------------------------------------------------
 
     def load(self) -> None:

@@ -98,7 +98,7 @@ def pack(header: Header) -> bytes:
 
 def unpack(block: bytes | memoryview) -> Header | None:
     """What a block says as a header; None if it is none, or a damaged one."""
-    if bytes(block[:8]) != _MAGIC or xxhash.xxh3_128_digest(block[:_CHECK_AT]) != bytes(block[_CHECK_AT:]):
+    if block[:8] != _MAGIC or not _is_whole(block):
         return None
     _, version, key_bytes, segment, offset, payload_bytes, name, check, namespace = _FIELDS.unpack_from(block)
     if version != _VERSION or key_bytes > KEY_BYTES:
@@ -109,12 +109,16 @@ def unpack(block: bytes | memoryview) -> Header | None:
 
 def check_in(block: memoryview, namespace: bytes, key: bytes, place: Place) -> bytes | None:
     """The payload's checksum, if the block is this page's header, and whole; else None."""
-    if xxhash.xxh3_128_digest(block[:_CHECK_AT]) != block[_CHECK_AT:]:
+    if not _is_whole(block):
         return None
     *head, _, check, owner = _FIELDS.unpack_from(block)
     if head != [_MAGIC, _VERSION, len(key), *place] or owner != namespace:
         return None
     return check if block[_FIELDS.size : _FIELDS.size + len(key)] == key else None
+
+
+def _is_whole(block: bytes | memoryview) -> bool:
+    return xxhash.xxh3_128_digest(block[:_CHECK_AT]) == block[_CHECK_AT:]
 
 
 def is_hole(block: bytes | memoryview) -> bool:

@@ -168,7 +168,7 @@ class Store:
         with self._catalog.lock:
             # First, whether another process evicted them meanwhile, or they went with the folder.
             self._catalog.refresh(thorough=any(fault == "ENOENT" for _, fault in failed))
-            if self._catalog.refusal() == "gone":
+            if self._catalog.is_gone:
                 self._counters.fail("gone", sum(fault in DAMAGE for _, fault in failed))
                 return
             for entry, fault in failed:

@@ -66,6 +66,8 @@ class Writer:
 
     def _keep_limit(self) -> None:
         """What several processes wrote at once may be too much together, and what was being read was spared."""
+        if self._catalog.refusal():
+            return
         try:
             self._room.make(0, self._options.limit_bytes)
         except OSError as error:
