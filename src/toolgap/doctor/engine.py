@@ -2,6 +2,7 @@
 
 from toolgap.doctor.findings import Finding, note, ok, problem
 from toolgap.doctor.prompt import check_prompt
+from toolgap.doctor.rules import NO_STORAGE_MEND
 from toolgap.protocol import EngineStatus, Overview
 
 
@@ -13,7 +14,7 @@ def check_engine(engine: EngineStatus, prompt_tokens: int | None) -> list[Findin
             problem(
                 "storage-backend",
                 "No storage backend is attached: there is nothing to restore from, and submits are refused.",
-                "Start SGLang with --hicache-storage-backend, or attach one: PUT /hicache/storage-backend.",
+                NO_STORAGE_MEND,
             )
         )
     else:

@@ -29,6 +29,8 @@ def _off(value: Any) -> bool:
     return value in (None, False)
 
 
+NO_STORAGE_MEND = "Start SGLang with --hicache-storage-backend, or attach one: PUT /hicache/storage-backend."
+
 RULES = (
     Rule(
         "hierarchical-cache",
@@ -60,7 +62,7 @@ RULES = (
         bool,
         "The storage backend is {}.",
         "No storage backend is configured: there is nothing to restore from, and submits are refused.",
-        "Start SGLang with --hicache-storage-backend, or attach one: PUT /hicache/storage-backend.",
+        NO_STORAGE_MEND,
     ),
     Rule(
         "tokenizer-workers",

@@ -60,16 +60,13 @@ class Accepted(NamedTuple):
 class _Submission:
     """A submit that no worker has answered for good yet."""
 
+    task: asyncio.Task[None]
+    """Cancelled, it takes back what it may have begun at a worker."""
+
     def __init__(self, step: Submit) -> None:
         self.step = step
         self.wanted = True
         """Else it is taken back as soon as it is accepted."""
-        self.task: asyncio.Task[None] | None = None
-
-    def leave(self) -> None:
-        """End it; what it may have begun at a worker is taken back."""
-        if self.task is not None:
-            self.task.cancel()
 
 
 class Restoring:
@@ -314,9 +311,9 @@ class Restoring:
         submission.task.add_done_callback(lambda _: self._submissions.pop(step.operation_id, None))
 
     def _stop_trying(self, conversation: str) -> None:
-        pausing = self._pausing.pop(conversation, None)
+        pausing = self._pausing.get(conversation)
         if pausing is not None:
-            pausing.leave()
+            pausing.task.cancel()
 
     def _cancel(self, step: Cancel) -> None:
         submission = self._submissions.get(step.operation_id)
@@ -473,13 +470,12 @@ class Restoring:
     async def _end(self, timeout_s: float) -> None:
         """Let submits be answered and cancels be sent, then leave everything."""
         end_s = time.monotonic() + timeout_s
-        submissions = list(self._submissions.values())
-        tasks = [one.task for one in submissions if one.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s / 2)
-        for one in submissions:
-            one.leave()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        submitting = [submission.task for submission in self._submissions.values()]
+        if submitting:
+            await asyncio.wait(submitting, timeout=timeout_s / 2)
+        for task in submitting:
+            task.cancel()
+        await asyncio.gather(*submitting, return_exceptions=True)
         while self._cancels and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.wait(self._cancels, timeout=left_s)
         # One that ends may begin another.
