@@ -30,7 +30,7 @@ verify-evidence: env ## Recompute every figure of evidence/ from its raw trials,
 test: ## Set up, then run every test
 	@scripts/test
 
-test-unit: ## Run the tests of what needs no server, no other process and no browser: under a minute
+test-unit: ## Run the tests of what needs no server, no other process and no browser: a minute or so
 	@scripts/test --ignore tests/engine -m "not engine and not slow"
 
 test-fast: ## Run all tests that start no SGLang server: three to four minutes
