@@ -30,10 +30,10 @@ verify-evidence: env ## Recompute every figure of evidence/ from its raw trials,
 test: ## Set up, then run every test
 	@scripts/test
 
-test-unit: ## Run the tests of what needs no server, no other process and no browser: a minute or so
+test-unit: ## Run the quick ones of the tests that start no SGLang server: a minute or so
 	@scripts/test --ignore tests/engine -m "not engine and not slow"
 
-test-fast: ## Run all tests that start no SGLang server: three to four minutes
+test-fast: ## Run all of those: three to four minutes
 	@scripts/test --ignore tests/engine -m "not engine"
 
 test-hooks: ## Run the tests of the hooks, in the agent libraries' environment
