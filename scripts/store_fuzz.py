@@ -32,7 +32,9 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import shake_128
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from toolgap.store import native
 from toolgap.store.errors import StoreError
 from toolgap.store.index import Entry, Kind
 from toolgap.store.log import Log
@@ -205,9 +207,20 @@ def damage(path: Path, chance: random.Random) -> str:
 
 
 def fuzz_round(path: Path, seed: int, counts: Counter[str]) -> None:
-    """One store's life."""
+    """One store's life, with the compiled part or as where there is no compiler."""
     chance = random.Random(seed)
-    keys = [f"{seed}-{number}" for number in range(KEYS)]
+    way = chance.choice(["compiled", "python"])
+    counts[f"rounds read by the {way} part"] += 1
+    loaded = native.load() if way == "compiled" else None
+    if way == "compiled" and loaded is None:
+        raise SystemExit("a C compiler is needed: half of the rounds are to read with what it makes")
+    with mock.patch.object(native, "load", return_value=loaded):
+        life(path, chance, f"{seed}", counts)
+
+
+def life(path: Path, chance: random.Random, name: str, counts: Counter[str]) -> None:
+    """What one store goes through."""
+    keys = [f"{name}-{number}" for number in range(KEYS)]
 
     def options() -> Options:
         return Options(

@@ -46,6 +46,7 @@ ALWAYS: tuple[Made, ...] = (
     ("", StockFile),
     ("", ToolgapContender),
     ("", lambda: ToolgapContender(checked=False)),
+    ("", lambda: ToolgapContender(compiled=False)),
 )
 
 RIVALS: tuple[Made, ...] = (

@@ -6,7 +6,18 @@ import msgspec
 import pytest
 
 from toolgap.bench.storage import report
-from toolgap.bench.storage.records import REPORT, SETUP, TRIALS, Hashing, Lookup, Reading, Setup, Writing
+from toolgap.bench.storage.records import (
+    OURS,
+    REPORT,
+    SETUP,
+    TRIALS,
+    UNCHECKED,
+    Hashing,
+    Lookup,
+    Reading,
+    Setup,
+    Writing,
+)
 from toolgap.bench.storage.segments import together
 
 PAGE, PAGES = 1_000_000, 100
@@ -49,6 +60,11 @@ def folder(tmp_path: Path) -> Path:
         reading(1, "cold", "ours", 0.2),
         reading(0, "cold", report.STOCK, 0.8),
         reading(0, "cold", "theirs", 0.1, error="short read"),
+        reading(0, "warm", OURS, 0.10),
+        reading(0, "warm", UNCHECKED, 0.09),
+        reading(1, "warm", OURS, 0.10),
+        reading(1, "warm", UNCHECKED, 0.07),
+        reading(2, "warm", OURS, 0.10),
         Writing(page_bytes=PAGE, pages=PAGES, contender="ours", write_s=0.5),
         Hashing(
             round=0,
@@ -99,3 +115,7 @@ def test_neighbours_are_read_together() -> None:
     assert [len(group) for group in groups] == [4, 4, 2]
     assert [page for group in groups for page in group] == list(range(10))
     assert [len(group) for group in together(3, 5 << 20)] == [1, 1, 1]
+
+
+def test_what_the_checksums_take_is_paired_by_round(folder: Path) -> None:
+    assert "| 1.00 MB | - | 0.20 [0.10, 0.30] (2) |" in (folder / REPORT).read_text().splitlines()

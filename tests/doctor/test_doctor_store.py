@@ -26,14 +26,18 @@ def test_a_store_is_found_in_sglangs_arguments(tmp_path: Path) -> None:
 
 
 def test_what_a_store_lacks() -> None:
-    place = StorePlace(Path("/disk/kv"), None, reads_in_place=False, has_xxhash=False, free_bytes=None)
+    place = StorePlace(
+        Path("/disk/kv"), None, reads_in_place=False, has_xxhash=False, has_compiler=False, free_bytes=None
+    )
     found = levels(check_store(place))
     assert found == {
         "store-packages": Level.PROBLEM,
+        "store-compiler": Level.NOTE,
         "store-interface": Level.NOTE,
         "store": Level.PROBLEM,
     }
-    assert levels(check_store(place._replace(has_xxhash=True, free_bytes=1 << 40, reads_in_place=True))) == {
+    whole = place._replace(has_xxhash=True, has_compiler=True, free_bytes=1 << 40, reads_in_place=True)
+    assert levels(check_store(whole)) == {
         "store": Level.OK,
         "store-limit": Level.NOTE,
     }

@@ -161,8 +161,8 @@ def test_a_store_of_a_later_version_is_refused(tmp_path: Path) -> None:
     with Store.open(tmp_path, NAMESPACE):
         pass
     label = tmp_path / "namespace.json"
-    label.write_bytes(label.read_bytes().replace(b'"version":1', b'"version":9'))
-    with pytest.raises(StoreError, match="version 9; this release knows 1"):
+    label.write_bytes(label.read_bytes().replace(b'"version":2', b'"version":9'))
+    with pytest.raises(StoreError, match="version 9; this release knows 2"):
         Store.open(tmp_path, NAMESPACE)
 
 

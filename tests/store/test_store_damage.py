@@ -12,14 +12,15 @@ from stores import NAMESPACE, blanks, pages, read_right
 
 from toolgap.store.errors import StoreError
 from toolgap.store.folder import settle
+from toolgap.store.landing import SCRATCH_BYTES, Landing
 from toolgap.store.log import ENTRY_BYTES
 from toolgap.store.options import ReadPath
-from toolgap.store.reader import Reader, Wanted, strips
 from toolgap.store.record import BLOCK_BYTES
 from toolgap.store.segments import headers, namespace_of
 from toolgap.store.store import Store
+from toolgap.store.strips import Wanted, strips
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("way")]
 
 KEYS = ["a", "b", "c"]
 SIZE = 64
@@ -50,24 +51,23 @@ def flipped(fd: int, bit: int) -> Iterator[None]:
 def test_no_bit_of_a_record_may_flip(fast_path: Path) -> None:
     segment = small_store(fast_path)
     first = next(headers(segment))
-    reader = Reader(fast_path, NAMESPACE.digest(), ReadPath.CACHED, 1)
+    landing = Landing(fast_path, NAMESPACE.digest(), ReadPath.CACHED)
     (page,) = blanks([first.key.decode()], SIZE)
     (strip,) = strips([Wanted(0, first.key, first.place, page.buffers)], 1)
-    scratch = memoryview(bytearray(BLOCK_BYTES << 9))
-    assert reader.read_strip(strip, scratch) == {}
+    scratch = memoryview(bytearray(SCRATCH_BYTES))
+    assert landing.land(strip, scratch) == {}
     fd = os.open(segment, os.O_RDWR)
     start = first.place.offset * 8
     try:
         for bit in range(start, start + (BLOCK_BYTES + SIZE) * 8):
             with flipped(fd, bit):
                 expected = "header" if bit < start + BLOCK_BYTES * 8 else "checksum"
-                assert reader.read_strip(strip, scratch) == {0: expected}, f"bit {bit}"
+                assert landing.land(strip, scratch) == {0: expected}, f"bit {bit}"
         # The filling is nobody's.
         with flipped(fd, first.place.end * 8 - 1):
-            assert reader.read_strip(strip, scratch) == {}
+            assert landing.land(strip, scratch) == {}
     finally:
         os.close(fd)
-        reader.close()
 
 
 def test_no_bit_of_the_index_may_flip(fast_path: Path) -> None:
@@ -149,15 +149,14 @@ def test_a_segment_cut_at_every_byte(fast_path: Path) -> None:
 def test_every_length_of_a_cut_record_is_told(fast_path: Path) -> None:
     segment = small_store(fast_path)
     last = list(headers(segment))[-1]
-    reader = Reader(fast_path, NAMESPACE.digest(), ReadPath.AUTO, 1)
+    landing = Landing(fast_path, NAMESPACE.digest(), ReadPath.AUTO)
     (page,) = blanks([last.key.decode()], SIZE)
     (strip,) = strips([Wanted(0, last.key, last.place, page.buffers)], 1)
-    scratch = memoryview(bytearray(BLOCK_BYTES << 9))
+    scratch = memoryview(bytearray(SCRATCH_BYTES))
     for length in range(last.place.end, last.place.offset - 1, -1):
         os.truncate(segment, length)
         whole = length >= last.place.offset + BLOCK_BYTES + SIZE
-        assert reader.read_strip(strip, scratch) == ({} if whole else {0: "truncated"})
-    reader.close()
+        assert landing.land(strip, scratch) == ({} if whole else {0: "truncated"})
 
 
 def test_an_index_cut_at_every_byte(fast_path: Path) -> None:

@@ -9,9 +9,9 @@ from stores import NAMESPACE, SIZE, blanks, pages, read_right
 
 from toolgap.store.options import Options
 from toolgap.store.page import Page
-from toolgap.store.reader import Strip, Wanted, strips
 from toolgap.store.record import Place, record_bytes
 from toolgap.store.store import Store
+from toolgap.store.strips import Strip, Wanted, strips
 
 LARGE = [f"large{number}" for number in range(8)]
 RECORD = record_bytes(SIZE)
@@ -24,15 +24,15 @@ class Turns:
         self.read: list[str] = []
         self.began = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
-        read_strip = store._reader.read_strip
+        land = store._reader.landing.land
 
         def take_turn(strip: Strip, scratch: memoryview) -> dict[int, str]:
             self.read.append(strip.wanted[0].key.decode())
             self.began.release()
             assert self.go_on.acquire(timeout=60)
-            return read_strip(strip, scratch)
+            return land(strip, scratch)
 
-        monkeypatch.setattr(store._reader, "read_strip", take_turn)
+        monkeypatch.setattr(store._reader.landing, "land", take_turn)
 
     def step(self) -> None:
         assert self.began.acquire(timeout=60)

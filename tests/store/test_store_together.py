@@ -6,12 +6,14 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stores import NAMESPACE, pages, read_right
 
+from toolgap.store import native
 from toolgap.store.options import Options, ReadPath
 from toolgap.store.record import BLOCK_BYTES, identity
 from toolgap.store.segments import segment_path
@@ -30,9 +32,16 @@ class Together(RuleBasedStateMachine):
     """Whatever happens: no wrong bytes, and nothing that was written is lost unless somebody took it."""
 
     @initialize(
-        limit=st.none() | st.integers(2, 10), path=st.sampled_from(ReadPath), segment=st.integers(1, 6)
+        limit=st.none() | st.integers(2, 10),
+        path=st.sampled_from(ReadPath),
+        segment=st.integers(1, 6),
+        is_compiled=st.booleans(),
     )
-    def open(self, limit: int | None, path: ReadPath, segment: int) -> None:
+    def open(self, limit: int | None, path: ReadPath, segment: int, *, is_compiled: bool) -> None:
+        loaded = native.load() if is_compiled else None
+        assert loaded or not is_compiled
+        self.way = mock.patch.object(native, "load", return_value=loaded)
+        self.way.start()
         self.path = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None, prefix="toolgap-store-"))
         self.limit = None if limit is None else limit * RECORD
         self.options = Options(
@@ -49,6 +58,7 @@ class Together(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "stores"):
             self.executor.shutdown()
+            self.way.stop()
             for store in self.stores:
                 store.close()
             shutil.rmtree(self.path)

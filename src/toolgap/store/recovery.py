@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolgap.store.index import Entry, Index, Kind
-from toolgap.store.record import BLOCK_BYTES, Header, payload_check
+from toolgap.store.record import BLOCK_BYTES, Header, page_check, payload_digest
 from toolgap.store.segments import headers, segment_path, segments
 
 
@@ -33,7 +33,7 @@ def _is_whole(path: Path, header: Header) -> bool:
         payload = memoryview(file.read(header.place.payload_bytes))
     if len(payload) != header.place.payload_bytes:
         return False
-    return payload_check(header.namespace, header.key, [payload]) == header.check
+    return page_check(header.namespace, header.key, payload_digest([payload])) == header.check
 
 
 def recover(index: Index, path: Path, namespace: bytes) -> int:

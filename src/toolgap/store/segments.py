@@ -20,7 +20,7 @@ from toolgap.store.record import BLOCK_BYTES, Header, Place, filling, unpack
 
 _MAGIC = b"TGSEGM\r\n"
 _FIELDS = struct.Struct("<8sII")
-_VERSION = 1
+_VERSION = 2
 _CHECK_AT = BLOCK_BYTES - 16
 NAMESPACE_BYTES = _CHECK_AT - _FIELDS.size
 """The longest namespace, encoded."""

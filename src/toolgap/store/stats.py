@@ -34,7 +34,7 @@ class StoreStats(msgspec.Struct, kw_only=True):
     """Pages that failed for good when they were read: a miss from then on."""
     cancelled_pages: int = 0
     failures: dict[str, int] = msgspec.field(default_factory=dict)
-    """Pages that were there and not read, or not written, by reason: a :class:`toolgap.store.reader.Fault`, the
+    """Pages that were there and not read, or not written, by reason: a :class:`toolgap.store.landing.Fault`, the
     name of a system's error such as ``ENOSPC`` or ``EIO``, ``limit``, ``gone``, ``read-only``, ``size``, ``key`` or
     ``closed``."""
 

@@ -20,14 +20,16 @@ from toolgap.store.errors import StoreError
 from toolgap.store.files import punch
 from toolgap.store.folder import settle
 from toolgap.store.index import Entry, Kind
+from toolgap.store.landing import DAMAGE, Fault
 from toolgap.store.namespace import Namespace
 from toolgap.store.options import Options
 from toolgap.store.page import Page, memory
-from toolgap.store.reader import DAMAGE, Fault, Reader, Wanted, strips
+from toolgap.store.reader import Reader
 from toolgap.store.record import BLOCK_BYTES, KEY_BYTES, Place, identities
 from toolgap.store.room import Room
 from toolgap.store.segments import key_at
 from toolgap.store.stats import Collected, Counters, StoreStats, Verified
+from toolgap.store.strips import Wanted, strips
 from toolgap.store.writer import Pending, Writer
 
 __all__ = ["Page", "Store", "StoreStats", "memory"]

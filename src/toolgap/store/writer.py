@@ -12,7 +12,7 @@ from toolgap.store.index import Entry, Kind
 from toolgap.store.log import LogGoneError
 from toolgap.store.namespace import Namespace
 from toolgap.store.options import Fsync, Options
-from toolgap.store.record import Header, Place, pack, payload_check, record_bytes
+from toolgap.store.record import Header, Place, pack, page_check, payload_digest, record_bytes
 from toolgap.store.room import Room
 from toolgap.store.segments import ActiveSegment, reason
 from toolgap.store.stats import Counters
@@ -110,7 +110,7 @@ class Writer:
 
     def _append(self, active: ActiveSegment, page: Pending) -> Place:
         place = active.next_place(page.payload_bytes)
-        check = payload_check(self._digest, page.key, page.buffers)
+        check = page_check(self._digest, page.key, payload_digest(page.buffers))
         active.append(pack(Header(page.key, page.identity, self._digest, place, check)), page.buffers, place)
         return place
 

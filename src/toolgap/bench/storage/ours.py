@@ -8,9 +8,12 @@ from unittest.mock import patch
 
 from toolgap.bench.storage.contenders import Contender, Read
 from toolgap.bench.storage.pages import Pages, Target
+from toolgap.bench.storage.records import OURS, UNCHECKED
 from toolgap.bench.storage.stock import batches, config
+from toolgap.store import native
 
-READER = "toolgap.store.reader.payload_check"
+CHECKED = "toolgap.store.landing.Landing.checks_payloads"
+COMPILED = "toolgap.store.native.load"
 
 
 class ToolgapContender(Contender):
@@ -18,16 +21,19 @@ class ToolgapContender(Contender):
 
     Args:
         checked: False leaves out the checksum over each page, to see what it costs. No server can.
+        compiled: False reads as where there is no C compiler.
     """
 
-    def __init__(self, *, checked: bool = True) -> None:
-        self._checked = checked
-        self.name = "toolgap.store" if checked else "toolgap.store, checksums left out"
+    def __init__(self, *, checked: bool = True, compiled: bool = True) -> None:
+        self._checked, self._compiled = checked, compiled
+        self.name = OURS if checked else UNCHECKED
+        if not compiled:
+            self.name += ", without a C compiler"
 
     @property
     def data(self) -> str:
         """See :class:`Contender`."""
-        return "toolgap.store"
+        return OURS
 
     def write(self, folder: Path, pages: Pages, target: Target) -> None:
         """See :class:`Contender`."""
@@ -41,7 +47,11 @@ class ToolgapContender(Contender):
         """See :class:`Contender`."""
         with ExitStack() as stack:
             if not self._checked:
-                stack.enter_context(patch(READER, lambda *_: _Anything()))
+                stack.enter_context(patch(CHECKED, new=False))
+            if not self._compiled:
+                stack.enter_context(patch(COMPILED, return_value=None))
+            elif native.load() is None:
+                raise OSError("there is no C compiler, and a contender that needs one")
             store = stack.enter_context(backend(folder, target.pool))
             calls = batches(pages, target)
             # Its threads start with the first read.
@@ -66,13 +76,3 @@ def backend(folder: Path, pool: Any, **settings: Any) -> Iterator[Any]:
         yield store
     finally:
         store.close()
-
-
-class _Anything:
-    """Equal to every checksum."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __hash__(self) -> int:
-        return 0

@@ -6,6 +6,9 @@ import msgspec
 
 SETUP, TRIALS, REPORT = "setup.json", "trials.jsonl", "report.md"
 
+OURS, UNCHECKED = "toolgap.store", "toolgap.store, checksums left out"
+"""Contenders whose difference is what the checksums take."""
+
 
 class Setup(msgspec.Struct, kw_only=True):
     """Machine, software and plan of a run."""

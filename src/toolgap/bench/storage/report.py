@@ -10,9 +10,11 @@ import msgspec
 from toolgap.bench import tables
 from toolgap.bench.spread import Spread
 from toolgap.bench.storage.records import (
+    OURS,
     REPORT,
     SETUP,
     TRIALS,
+    UNCHECKED,
     Hashing,
     Lookup,
     Reading,
@@ -59,6 +61,8 @@ def text(folder: Path) -> str:
             rows = _rows(setup, [reading for reading in own if reading.cache == cache])
             if rows:
                 parts += [f"### {cache}", tables.table(COLUMNS, rows)]
+    if shares := _check_shares(readings):
+        parts += ["## What the checksums take of a read", CHECKS, tables.table(["", "cold", "warm"], shares)]
     if hashings := _of(Hashing, trials):
         parts += ["## Checksums", HASHES, _hashes(hashings)]
     if lookups := _of(Lookup, trials):
@@ -97,6 +101,11 @@ HOW = (
     "round, in random order; ratios are paired by round. Median [least, most] (rounds). Others worked on the "
     "machine meanwhile: each trial notes its load. torch has one thread: with more, its threads wait "
     "for each other on a busy machine, and the file backend, which copies pages with it, is several times slower."
+)
+
+CHECKS = (
+    f"Of the time of *{OURS}*, the part by which it exceeds that of *{UNCHECKED}*: paired by round, "
+    "median [least, most] (rounds); below 0 where it was faster with them."
 )
 
 HASHES = (
@@ -164,6 +173,25 @@ def _rows(setup: Setup, readings: Sequence[Reading]) -> list[list[str]]:
             (spread.p50, [name, tables.spread(spread), *ratios, tables.number(cpu.p50) if cpu else "-"])
         )
     return [row for _, row in sorted(rows, key=lambda row: -row[0])]
+
+
+def _check_shares(readings: Sequence[Reading]) -> list[list[str]]:
+    took = {
+        (one.contender, one.page_bytes, one.cache, one.round): one.read_s for one in readings if not one.error
+    }
+    rows = []
+    for page_bytes in sorted({one.page_bytes for one in readings}):
+        row = [f"{page_bytes / 1e6:.2f} MB"]
+        for cache in ("cold", "warm"):
+            shares = [
+                1 - took[UNCHECKED, page_bytes, cache, number] / read_s
+                for (name, size, state, number), read_s in took.items()
+                if (name, size, state) == (OURS, page_bytes, cache)
+                and (UNCHECKED, page_bytes, cache, number) in took
+            ]
+            row.append(tables.spread(Spread.of(shares)))
+        rows.append(row)
+    return rows if any(set(row[1:]) != {"-"} for row in rows) else []
 
 
 def _hashes(hashings: Sequence[Hashing]) -> str:
