@@ -449,6 +449,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="on the disk to test; the system's temporary folder otherwise"
     )
+    parser.add_argument("--revision", help="the commit that is tried, where git cannot tell")
     parser.add_argument("--output", type=Path, help="write the summary there too")
     options = parser.parse_args()
     logging.getLogger("toolgap.store").setLevel(logging.ERROR)
@@ -457,7 +458,7 @@ def main() -> int:
         if sys.stderr.isatty():
             print(f"\r{number} rounds", end="", file=sys.stderr, flush=True)
 
-    started, tried = time.monotonic(), revision()
+    started, tried = time.monotonic(), options.revision or revision()
     found = None
     result: dict[str, Any] = {}
     with folder_of(options.folder) as folder:
