@@ -86,13 +86,13 @@ def test_any_parts_are_read_and_hashed_as_by_python(
 
 def test_what_the_system_says_is_raised() -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)) as caught:
-        StripReader().read(-1, 0, [memoryview(bytearray(8))], [1], 1)
+        StripReader().read(-1, 0, [memoryview(bytearray(8))], [1], 1, 64)
     assert caught.value.errno == errno.EBADF
 
 
 def test_memory_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(TypeError, match="not writable"):
-        StripReader().read(0, 0, [memoryview(b"constant")], [1], 1)
+        StripReader().read(0, 0, [memoryview(b"constant")], [1], 1, 64)
 
 
 def test_it_is_compiled_once(cache: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from toolgap.store import native, pagecache
 from toolgap.store.files import lock_range, pread_all
@@ -44,6 +44,32 @@ DAMAGE = frozenset({Fault.HEADER, Fault.CHECKSUM, Fault.TRUNCATED, Fault.HOLE, "
 """Faults that stay: reading the page again is no use."""
 
 
+class _Filled(NamedTuple):
+    read_bytes: int
+    """Fewer than asked for only at the file's end."""
+    digests: Sequence[bytes] | None
+    """Of the pages' payloads, if they were made meanwhile."""
+
+
+class _Memory(NamedTuple):
+    """Where the bytes of a strip go."""
+
+    parts: Sequence[memoryview]
+    owners: Sequence[int]
+    """For each part the page whose payload it is, from 1; 0: nobody's."""
+    pages: int
+
+    def filled(self, fd: int, offset: int, piece_bytes: int) -> _Filled:
+        """Fill it from the file.
+
+        Raises:
+            OSError: the disk says no.
+        """
+        if (reader := native.load()) is not None:
+            return _Filled(*reader.read(fd, offset, self.parts, self.owners, self.pages, piece_bytes))
+        return _Filled(pread_all(fd, self.parts, offset), None)
+
+
 class Landing:
     """Reads strips and checks their pages, in the calling thread."""
 
@@ -61,8 +87,7 @@ class Landing:
             scratch: A thread's own memory, of :data:`SCRATCH_BYTES`, from the start of a block on.
         """
         try:
-            read_bytes, digests = self._fill(strip, scratch)
-            return self._check(strip, read_bytes, digests, scratch)
+            return self._check(strip, self._fill(strip, scratch), scratch)
         except OSError as error:
             if len(strip.wanted) == 1:
                 blocked = isinstance(error, BlockingIOError)
@@ -73,8 +98,7 @@ class Landing:
             faults.update(self.land(Strip([page], page.place.record_bytes), scratch))
         return faults
 
-    def _fill(self, strip: Strip, scratch: memoryview) -> tuple[int, Sequence[bytes] | None]:
-        """Read a strip's bytes; returns how many there were, and the payloads' digests if they are known already."""
+    def _fill(self, strip: Strip, scratch: memoryview) -> _Filled:
         parts: list[memoryview] = []
         owners: list[int] = []
         spare = scratch[RECORDS * BLOCK_BYTES :]
@@ -86,17 +110,16 @@ class Landing:
             if end := filling(page.place.payload_bytes):
                 parts.append(spare[:end])
                 owners.append(0)
+        memory = _Memory(parts, owners, len(strip.wanted))
         first = strip.wanted[0].place
         path = segment_path(self._folder, first.segment)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if not lock_range(fd, first.offset, strip.read_bytes, exclusive=False):
                 raise BlockingIOError
-            if not self._through_page_cache(fd, first.offset, strip.read_bytes):
-                return _around_page_cache(path, fd, parts, first.offset), None
-            if (reader := native.load()) is not None:
-                return reader.read(fd, first.offset, parts, owners, len(strip.wanted))
-            return pread_all(fd, parts, first.offset), None
+            if self._through_page_cache(fd, first.offset, strip.read_bytes):
+                return memory.filled(fd, first.offset, native.PIECE_BYTES)
+            return _around_page_cache(path, fd, memory, first.offset, strip.read_bytes)
         finally:
             os.close(fd)
 
@@ -105,9 +128,8 @@ class Landing:
             return pagecache.holds(fd, offset, length_bytes)
         return self._read_path is ReadPath.CACHED
 
-    def _check(
-        self, strip: Strip, read_bytes: int, digests: Sequence[bytes] | None, scratch: memoryview
-    ) -> dict[int, str]:
+    def _check(self, strip: Strip, filled: _Filled, scratch: memoryview) -> dict[int, str]:
+        read_bytes, digests = filled
         faults: dict[int, str] = {}
         start = strip.wanted[0].place.offset
         for position, page in enumerate(strip.wanted):
@@ -129,8 +151,8 @@ class Landing:
         return faults
 
 
-def _around_page_cache(path: Path, fd: int, parts: Sequence[memoryview], offset: int) -> int:
-    if offset % _SECTOR_BYTES == 0 and all(map(_is_aligned, parts)):
+def _around_page_cache(path: Path, fd: int, memory: _Memory, offset: int, strip_bytes: int) -> _Filled:
+    if offset % _SECTOR_BYTES == 0 and all(map(_is_aligned, memory.parts)):
         try:
             direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -138,15 +160,16 @@ def _around_page_cache(path: Path, fd: int, parts: Sequence[memoryview], offset:
                 raise
         else:
             try:
-                return pread_all(direct, parts, offset)
+                # At once: the disk is what is waited for.
+                return memory.filled(direct, offset, strip_bytes)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             finally:
                 os.close(direct)
-    read = pread_all(fd, parts, offset)
-    os.posix_fadvise(fd, offset, read, os.POSIX_FADV_DONTNEED)
-    return read
+    filled = memory.filled(fd, offset, native.PIECE_BYTES)
+    os.posix_fadvise(fd, offset, filled.read_bytes, os.POSIX_FADV_DONTNEED)
+    return filled
 
 
 def _is_aligned(part: memoryview) -> bool:

@@ -9,6 +9,10 @@ from toolgap.store.native.compiler import CompilerError
 if TYPE_CHECKING:
     from toolgap.store.native.stripreader import StripReader
 
+PIECE_BYTES = 128 << 10
+"""What is read from the page cache before it is hashed: small enough for a core's own cache still to have it, and large
+enough for a call to the system."""
+
 _logger = logging.getLogger(__name__)
 
 

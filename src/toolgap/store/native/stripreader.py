@@ -12,9 +12,6 @@ import xxhash
 from toolgap.store.native.compiler import CompilerError, compiled
 
 SOURCE = Path(__file__).with_name("strip.c")
-PIECE_BYTES = 128 << 10
-"""What is read before it is hashed: small enough for a core's own cache, and large enough for a call to the system."""
-
 _FUNCTIONS = ("createState", "freeState", "128bits_reset", "128bits_update", "128bits_digest")
 
 
@@ -56,7 +53,7 @@ class StripReader:
         parts: Sequence[memoryview],
         owners: Sequence[int],
         pages: int,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int,
     ) -> tuple[int, list[bytes]]:
         """Fill the parts with the file's bytes from `offset` on.
 
