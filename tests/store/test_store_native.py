@@ -22,6 +22,8 @@ from toolgap.store.native.stripreader import SOURCE, StripReader
 from toolgap.store.options import Options, ReadPath
 from toolgap.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 CONTENT = os.urandom(5000)
 
 
@@ -133,6 +135,14 @@ def test_without_a_folder_for_it_it_is_compiled_for_the_process(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert StripReader()
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_without_any_folder_it_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(CompilerError, match="no place for what is compiled"):
+        compiled(SOURCE)
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,17 @@ def compiled(source: Path) -> ctypes.CDLL:
     Raises:
         CompilerError: there is no compiler, or it fails, or what it makes cannot be loaded.
     """
-    text = source.read_bytes()
-    name = hashlib.sha256(
-        b"\0".join((text, " ".join(_FLAGS).encode(), platform.machine().encode()))
-    ).hexdigest()
-    folder = _cache_folder()
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="toolgap-native-") as own:
-            return _loaded(_compile(source, Path(own) / "library.so"))
-    library = folder / f"{name[:16]}.so"
+    try:
+        text = source.read_bytes()
+        kind = " ".join((*_FLAGS, platform.machine()))
+        name = hashlib.sha256(text + b"\0" + kind.encode()).hexdigest()[:16]
+        folder = _cache_folder()
+        if folder is None:
+            with tempfile.TemporaryDirectory(prefix="toolgap-native-") as own:
+                return _loaded(_compile(source, Path(own) / f"{name}.so"))
+    except OSError as error:
+        raise CompilerError(f"there is no place for what is compiled: {error}") from None
+    library = folder / f"{name}.so"
     if _is_own(library):
         try:
             return ctypes.CDLL(str(library))
