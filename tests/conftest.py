@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import signal
 import sys
 
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,11 @@ settings.load_profile("toolgap")
 
 # They need the agent libraries, which SGLang's environment cannot hold: `make test-hooks` runs them in theirs.
 collect_ignore = ["hooks"] if importlib.util.find_spec("agents") is None else []
+
+
+def pytest_configure() -> None:
+    """End on SIGTERM as on Ctrl-C: the fixtures end the servers that they have started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

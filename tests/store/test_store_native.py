@@ -98,7 +98,11 @@ def test_memory_that_cannot_be_written_is_refused() -> None:
 
 
 def test_it_is_compiled_once(cache: Path) -> None:
-    compiled(SOURCE)
+    before = os.umask(0o002)
+    try:
+        compiled(SOURCE)
+    finally:
+        os.umask(before)
     (library,) = cache.iterdir()
     with mock.patch("subprocess.run", side_effect=AssertionError("compiled again")):
         compiled(SOURCE)

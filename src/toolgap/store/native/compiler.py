@@ -69,6 +69,8 @@ def _compile(source: Path, library: Path) -> Path:
         if done.returncode:
             told = next((line for line in done.stderr.splitlines() if "error" in line), "it says nothing")
             raise CompilerError(f"{compiler} fails: {told}")
+        # Whatever the umask says: what others can write is not loaded.
+        part.chmod(0o755)
         part.replace(library)
     except subprocess.TimeoutExpired:
         raise CompilerError(f"{compiler} does not end") from None
