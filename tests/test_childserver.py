@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,25 @@ def test_session_members_of_this_machine() -> None:
         child.kill()
         child.wait()
     assert session_members(child.pid) == []
+
+
+def test_a_free_port_is_none_that_connections_get(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert all(10_000 <= port < first for port in ports)
+
+    # One after the other is taken.
+    (tmp_path / "range").write_text("10003\t60999\n")
+    monkeypatch.setattr(server_module, "_PORT_RANGE", tmp_path / "range")
+    with ExitStack() as taken:
+        for _ in range(3):
+            listener = taken.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", free_port()))
+            listener.listen()
+            assert listener.getsockname()[1] in range(10_000, 10_003)
+        assert free_port() >= 10_003
+    # None is kept from connections, or nobody tells.
+    for text in ("1024\t65535\n", "what?"):
+        (tmp_path / "range").write_text(text)
+        assert free_port() >= 1024

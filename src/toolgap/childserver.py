@@ -5,6 +5,7 @@ session is the end of all of it.
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,9 @@ POLL_S = 0.1
 LOG_LINES = 12
 KILL_DEADLINE_S = 30.0
 LOG_TAIL_BYTES = 65_536
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
+_PORTS_TRIED = 100
 
 
 class ServerError(RuntimeError):
@@ -160,8 +164,25 @@ def session_members(session: int, processes: Path = Path("/proc")) -> list[int]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine that nobody listens on, and that the system gives to nobody by itself.
+
+    A server takes its port after many seconds of loading: one of those that the system hands out may be some
+    connection's by then.
+    """
+    own = range(_LOWEST_PORT, _first_handed_out())
+    for port in random.sample(own, k=min(_PORTS_TRIED, len(own))):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        handed_out: int = probe.getsockname()[1]
+        return handed_out
+
+
+def _first_handed_out() -> int:
+    """The lowest port that the system gives to those who name none."""
+    try:
+        return int(_PORT_RANGE.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
