@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from toolgap.client import is_local
-from toolgap.engineclient import EngineError, read_samples, read_stream
+from toolgap.engineclient import EngineError, lines_of, read_samples, read_stream
 
 
 def line(ids: list[int], text: str, completion_tokens: int, **meta: Any) -> str:
@@ -61,3 +61,13 @@ def test_is_local(url: str, local: bool) -> None:
 def test_samples_are_summed_over_their_labels() -> None:
     text = '# HELP a_total of a\na_total{rank="0",why="b c}"} 1.5\na_total{rank="1"} 2 1700000000\nb 3e2\n'
     assert read_samples(text) == {"a_total": 3.5, "b": 300.0}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_ends_where_streams_end_it_and_nowhere_else(size: int, end: str) -> None:
+    text = "a\u2028b\u2029c\u0085d"
+    sent = f'data: {{"text": "{text}"}}{end}{end}data: [DONE]{end}data: last'.encode()
+    chunks = [sent[at : at + size] for at in range(0, len(sent), size)]
+    assert list(lines_of(chunks)) == [f'data: {{"text": "{text}"}}', "", "data: [DONE]", "data: last"]
+    assert list(lines_of([])) == []

@@ -136,7 +136,7 @@ class Engine:
             if reply.status_code != 200:
                 reply.read()
                 self._checked(reply)
-            return read_stream(reply.iter_lines(), sent_s, time.perf_counter)
+            return read_stream(lines_of(reply.iter_bytes()), sent_s, time.perf_counter)
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
         reply = self._checked(self._http.post("/v1/tokenize", json=body)).json()
@@ -206,6 +206,20 @@ def read_samples(text: str) -> dict[str, float]:
             value = line.rpartition("}")[2].split() if "{" in line else line.split()[1:]
             samples[name] = samples.get(name, 0.0) + float(value[0])
     return samples
+
+
+def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a server-sent stream, each when it is whole.
+
+    httpx's ``iter_lines`` ends them also at what Unicode calls a line's end, such as U+2028, and JSON may hold that.
+    """
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode()
+    if rest:
+        yield rest.decode()
 
 
 def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import pytest
 from harness import PAGE, Prompt, Server
 
 from toolgap.client import ToolgapError
+from toolgap.engineclient import lines_of
 from toolgap.protocol import Api, Code, OperationStatus, Reason, Resolved, State
 
 pytestmark = pytest.mark.engine
@@ -253,7 +254,7 @@ def test_a_streamed_completion_names_itself_by_its_id(chat: Server) -> None:
     with chat.http.stream("POST", "/v1/chat/completions", json=body) as stream:
         chunks = [
             json.loads(line.removeprefix("data: "))
-            for line in stream.iter_lines()
+            for line in lines_of(stream.iter_bytes())
             if line.startswith("data: {")
         ]
     [request_id] = {chunk["id"] for chunk in chunks}

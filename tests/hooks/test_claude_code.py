@@ -66,6 +66,16 @@ def test_a_tool_submits_the_sessions_last_request_and_its_answer(recorder: Recor
     assert [block["type"] for block in submit["messages"][1]["content"]] == ["text", "tool_use"]
 
 
+def test_a_transcript_may_hold_what_unicode_calls_a_lines_end(tmp_path: Path) -> None:
+    transcript = tmp_path / "t.jsonl"
+    said = {"type": "text", "text": "one\u2028two\u0085three"}
+    written = json.loads(line(said, use("a")))
+    transcript.write_text(json.dumps(written, ensure_ascii=False) + "\n", encoding="utf-8")
+    answer = answer_that_calls(read_tail(transcript), "a")
+    assert answer is not None
+    assert answer["content"] == [said, use("a")]
+
+
 def test_without_the_answer_the_request_alone_is_named(recorder: Recorder, tmp_path: Path) -> None:
     receive(recorder, event("PreToolUse", transcript_path=str(tmp_path / "none.jsonl")))
     assert recorder.submits[0]["messages"] == REQUEST["messages"]

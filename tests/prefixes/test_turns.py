@@ -36,6 +36,12 @@ def test_lines_of_a_recording_and_keys_that_are_left_alone() -> None:
     assert {session: len(turns) for session, turns in sessions(read_turns(data)).items()} == {"a": 2, "b": 1}
 
 
+def test_lines_may_hold_what_unicode_calls_a_lines_end() -> None:
+    lines = [{"request": BODY | {"user": f"{number}\u2028\u0085"}} for number in range(2)]
+    data = "\n".join(json.dumps(one, ensure_ascii=False) for one in lines).encode()
+    assert len(read_turns(data)) == 2
+
+
 def test_a_recorder_writes_what_is_read() -> None:
     written = [
         Turn(request=BODY, response={"choices": []}, session="a", api=Api.OPENAI),

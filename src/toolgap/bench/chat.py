@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from toolgap.client import connection
-from toolgap.engineclient import EngineError, events
+from toolgap.engineclient import EngineError, events, lines_of
 
 PATH = "/v1/chat/completions"
 
@@ -108,7 +108,7 @@ class Chat:
             if reply.status_code != 200:
                 reply.read()
                 raise EngineError(f"the server answered {reply.status_code} to {PATH}: {reply.text[:500]}")
-            return read(reply.iter_lines(), sent_s, time.perf_counter)
+            return read(lines_of(reply.iter_bytes()), sent_s, time.perf_counter)
 
 
 def read(lines: Iterable[str], sent_s: float, clock: Callable[[], float]) -> Answer:

@@ -22,8 +22,9 @@ def read_tail(path: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    lines = text.splitlines()
-    return lines[1:] if size > TAIL_BYTES else lines
+    # Not splitlines(): JSON may hold what Unicode calls a line's end.
+    lines = text.split("\n")
+    return [line for line in (lines[1:] if size > TAIL_BYTES else lines) if line]
 
 
 def answer_that_calls(lines: Iterable[str], tool_use_id: str) -> Message | None:

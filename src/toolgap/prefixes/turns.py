@@ -113,7 +113,8 @@ def _elements(data: bytes) -> Iterator[tuple[Any, str]]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        # Not splitlines(): JSON may hold what Unicode calls a line's end.
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         if len(lines) < 2 or not lines[0][1].lstrip().startswith("{") or not _is_json(lines[0][1]):
             raise TurnsError(f"it is no JSON: {error}") from None
         for number, line in lines:
