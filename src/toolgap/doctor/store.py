@@ -65,7 +65,7 @@ def check_store(place: StorePlace) -> list[Finding]:
         findings.append(
             note(
                 "store-compiler",
-                "Without a C compiler Python reads what is in the page cache, which is slower.",
+                "Without a C compiler Python reads and checks the pages, which is slower.",
                 "Install one, such as Debian's gcc and libc6-dev: SGLang compiles with it too.",
             )
         )

@@ -1,6 +1,5 @@
 """How the bytes of a strip come into the caller's memory, and are checked there."""
 
-import ctypes
 import errno
 import os
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from toolgap.store import native, pagecache
 from toolgap.store.files import lock_range, pread_all
 from toolgap.store.options import ReadPath
+from toolgap.store.page import address
 from toolgap.store.record import BLOCK_BYTES, check_in, filling, is_hole, page_check, payload_digest
 from toolgap.store.segments import reason, segment_path
 from toolgap.store.strips import RECORDS, Strip
@@ -173,5 +173,4 @@ def _around_page_cache(path: Path, fd: int, memory: _Memory, offset: int, strip_
 
 
 def _is_aligned(part: memoryview) -> bool:
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(part))
-    return (address | len(part)) % _SECTOR_BYTES == 0
+    return (address(part) | len(part)) % _SECTOR_BYTES == 0

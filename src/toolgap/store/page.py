@@ -17,3 +17,12 @@ class Page(NamedTuple):
 def memory(address: int, length_bytes: int) -> memoryview:
     """The bytes at an address, which must stay valid for as long as the view is used."""
     return memoryview((ctypes.c_ubyte * length_bytes).from_address(address)).cast("B")
+
+
+def address(part: memoryview) -> int:
+    """Where memory that can be written begins: the other way round of :func:`memory`.
+
+    Raises:
+        TypeError: it cannot be written.
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(part))

@@ -25,5 +25,5 @@ def load() -> "StripReader | None":
     try:
         return StripReader()
     except CompilerError as error:
-        _logger.warning("toolgap store: Python reads what is in the page cache, which is slower: %s", error)
+        _logger.warning("toolgap store: Python reads and checks the pages, which is slower: %s", error)
         return None

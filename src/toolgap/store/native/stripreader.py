@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from toolgap.store.native.compiler import CompilerError, compiled
+from toolgap.store.page import address
 
 SOURCE = Path(__file__).with_name("strip.c")
 _FUNCTIONS = ("createState", "freeState", "128bits_reset", "128bits_update", "128bits_digest")
@@ -74,7 +75,7 @@ class StripReader:
         """
         table = array("Q")
         for part, owner in zip(parts, owners, strict=True):
-            table.extend((_address(part), len(part), owner))
+            table.extend((address(part), len(part), owner))
         digests = ctypes.create_string_buffer(16 * pages)
         read = self._read(
             fd,
@@ -118,7 +119,3 @@ def _xxh3() -> _Xxh3:
             raise CompilerError(f"this build of xxhash has no XXH3_{name}")
         addresses.append(ctypes.cast(function, ctypes.c_void_p))
     return _Xxh3(*addresses)
-
-
-def _address(part: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(part))
